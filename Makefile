@@ -1,0 +1,38 @@
+# Two commands matter: `make demo` and `make test`. Each builds .venv first, with whatever Python 3.10+ is called PYTHON.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+
+.PHONY: setup demo test test-slow lint bench clean
+.DEFAULT_GOAL := test
+
+setup: $(STAMP)
+
+# torch goes first and pinned, so that nothing after it asks for another build of it
+$(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
+
+demo: $(STAMP)
+	$(BIN)/eigengrain demo
+
+test: $(STAMP) lint
+	$(BIN)/pytest -n auto -m "not slow" src tests
+
+test-slow: $(STAMP)
+	$(BIN)/pytest -n auto -m slow tests
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(STAMP)
+	$(BIN)/eigengrain bench functional
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache runs

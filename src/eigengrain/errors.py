@@ -1,0 +1,29 @@
+"""The named errors of the package, and how an unknown name is answered."""
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+
+class NonFiniteError(ValueError):
+    """The input of a decomposition contains NaN or infinity."""
+
+
+class EigenSolverError(RuntimeError):
+    """A decomposition failed on every rung of the repair ladder."""
+
+
+class SecondOrderError(RuntimeError):
+    """A second derivative was asked of an operation that has a first derivative only."""
+
+
+def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
+    """The error for a name that is not in a registry: what came, what is near, what there is.
+
+    Example:
+        >>> str(unknown_name("backend", "tosch", ["torch", "cpu"]))
+        "unknown backend 'tosch': did you mean 'torch'? Choose from: torch, cpu"
+    """
+    known = list(choices)
+    near = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
+    return ValueError(f"unknown {kind} {name!r}: {hint}Choose from: {', '.join(known)}")
