@@ -1,0 +1,46 @@
+"""Covariances, spectral functions and their gradients: tensors in, tensors out, torch only.
+
+Eigenvalues are in descending order everywhere, as in the paper.
+"""
+
+from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
+from eigengrain.functional.eigen import BACKENDS, Eigh, eigh, solver_repairs
+from eigengrain.functional.fused import SOLVERS, sqrt_covariance
+from eigengrain.functional.iterative import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
+from eigengrain.functional.rules import GRADIENTS, GradientRule
+from eigengrain.functional.scalar import ScalarFunction
+from eigengrain.functional.scaling import scaling_factor
+from eigengrain.functional.spectral import (
+    exp_inverse,
+    matrix_log,
+    matrix_power,
+    matrix_sqrt,
+    spectral_function,
+)
+from eigengrain.functional.subset import EigenSubset
+
+__all__ = [
+    "BACKENDS",
+    "GRADIENTS",
+    "SOLVERS",
+    "EigenSubset",
+    "Eigh",
+    "GradientRule",
+    "ScalarFunction",
+    "covariance",
+    "eigh",
+    "exp_inverse",
+    "matrix_from_triu",
+    "matrix_log",
+    "matrix_power",
+    "matrix_sqrt",
+    "mpa_sqrt",
+    "mtp_sqrt",
+    "newton_schulz",
+    "quintic_sqrt",
+    "scaling_factor",
+    "solver_repairs",
+    "spectral_function",
+    "sqrt_covariance",
+    "triu_vector",
+]

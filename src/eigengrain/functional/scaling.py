@@ -1,0 +1,88 @@
+r"""Scaling factors of the Scaling Eigen Branch: one scalar a sample, from the spectrum of the covariance.
+
+The branch multiplies the square root by 1 + s, with :math:`s = \|QS^T\|_F = \sqrt{\sum_i \lambda_i e^{-2\lambda_i}}`
+(Eq. 19), S = e^{−P}. Sums of exponentials are taken by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
+"""
+
+import torch
+from torch import Tensor
+
+from eigengrain.errors import unknown_name
+from eigengrain.functional._inputs import check_square, output_dtype, to_compute
+from eigengrain.functional._linear import with_gradient
+from eigengrain.functional.eigen import eigh
+from eigengrain.functional.iterative import exp_products
+
+KINDS = ("qs", "q", "s", "constant")
+SOLVERS = ("eigh", "products")
+
+
+def qs_and_weights(values: Tensor) -> tuple[Tensor, Tensor]:
+    r"""s (*) from eigenvalues (*, d), and the weights :math:`e^{-2\lambda}/s` of its derivative; both 0 where s is 0."""
+    log_s = 0.5 * torch.logsumexp(values.clamp_min(0).log() - 2 * values, -1)
+    s = log_s.exp()
+    weights = torch.exp(-2 * values - log_s.unsqueeze(-1))
+    return s, torch.where(s.unsqueeze(-1) > 0, weights, 0.0)
+
+
+def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The factor from the eigenvalues and its derivative in them; where the factor is 0 the derivative is set to 0."""
+    if kind == "qs":
+        s, weights = qs_and_weights(values)
+        return s, (0.5 - values) * weights
+    if kind == "q":
+        s = values.clamp_min(0).sum(-1, keepdim=True).sqrt()
+        return s.squeeze(-1), torch.where(s > 0, 0.5 / torch.where(s > 0, s, 1.0), 0.0).expand_as(values)
+    log_s = 0.5 * torch.logsumexp(-2 * values, -1)
+    return log_s.exp(), -torch.exp(-2 * values - log_s.unsqueeze(-1))
+
+
+def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "eigh") -> Tensor:
+    r"""The factor by which the Scaling Eigen Branch scales the square root, one a matrix, with closed-form gradient.
+
+    - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 19);
+    - ``q``: :math:`\|Q\|_F = \sqrt{\mathrm{tr}P}`;
+    - ``s``: :math:`\|S\|_F = \sqrt{\mathrm{tr}\,e^{-2P}}`;
+    - ``constant``: a number, without gradient (Table 7). The learned factors of that table are modules in the heads.
+
+    Where a factor is 0, as at P = 0, its gradient is set to 0.
+
+    Args:
+        P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
+        kind: see above.
+        constant: value for ``constant``.
+        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; for traces up to 2³⁰).
+
+    Returns:
+        (*), float64 if P is float64 and float32 otherwise.
+
+    Example:
+        >>> scaling_factor(torch.diag(torch.tensor([1.0, 0.0])))
+        tensor(0.3679)
+    """
+    check_square(P, "scaling_factor")
+    if kind not in KINDS:
+        raise unknown_name("scaling factor", kind, KINDS)
+    if solver not in SOLVERS:
+        raise unknown_name("solver", solver, SOLVERS)
+    if kind == "constant":
+        return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
+    p = to_compute(P)
+    if solver == "products":
+        if kind != "qs":
+            raise ValueError(f"solver='products' computes the factor 'qs' only, got {kind!r}: use solver='eigh'")
+        out = _factor_by_products(p)
+    else:
+        values = eigh(p).values
+        out = with_gradient(values, *_value_and_slope(values.detach(), kind), "scaling_factor")
+    return out.to(P.device, output_dtype(P))
+
+
+def _factor_by_products(p: Tensor) -> Tensor:
+    with torch.no_grad():
+        decay = exp_products(p)
+        product = p @ decay
+        s = product.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()[..., None, None]
+        slope = torch.where(s > 0, (decay - 2 * product) / (2 * torch.where(s > 0, s, 1.0)), 0.0)
+        slope = (slope + slope.mT) / 2
+    return with_gradient(p, s[..., 0, 0], slope, "scaling_factor")

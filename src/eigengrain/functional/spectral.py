@@ -1,0 +1,289 @@
+r"""Functions of symmetric matrices with their exact gradient.
+
+There is one primitive: :math:`F = U f(\Lambda) U^T` with
+:math:`\partial l/\partial P = U\,[(U^T \mathrm{sym}(G)\,U) \circ K]\,U^T`, K the divided differences of f. It contains no
+:math:`1/(\lambda_i - \lambda_j)`, so equal eigenvalues are as good as any. Square root, powers, logarithm, exponential and
+the published approximate gradients are arguments to it.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from eigengrain.errors import unknown_name
+from eigengrain.functional._inputs import check_square, output_dtype, to_compute
+from eigengrain.functional.eigen import decompose, second_order_error
+from eigengrain.functional.rules import GradientRule
+from eigengrain.functional.scalar import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
+from eigengrain.functional.subset import EigenSubset
+
+Cut = Literal["exact", "projector"]
+CUTS = ("exact", "projector")
+
+
+def check_cut(cut: str) -> None:
+    if cut not in CUTS:
+        raise unknown_name("cut", cut, CUTS)
+
+
+class _SpectralFunction(torch.autograd.Function):
+    """U f Uᵀ of a finished decomposition, with the gradient given by the divided differences K."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(p: Tensor, f: Tensor, vectors: Tensor, k: Tensor, name: str) -> Tensor:
+        return (vectors * f.unsqueeze(-2)) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        p, _, vectors, k, name = inputs
+        ctx.save_for_backward(p, vectors, k)
+        ctx.name = name  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return _SpectralGrad.apply(grad, *ctx.saved_tensors, ctx.name), None, None, None, None
+
+
+class _SpectralGrad(torch.autograd.Function):
+    """The derivative as a linear map of G. It is its own adjoint, so its gradient in G is itself; in P it is refused."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad: Tensor, p: Tensor, vectors: Tensor, k: Tensor, name: str) -> Tensor:
+        symmetric = (grad + grad.mT) / 2
+        return vectors @ ((vectors.mT @ symmetric @ vectors) * k) @ vectors.mT
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.save_for_backward(*inputs[1:4])
+        ctx.name = inputs[4]  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        if ctx.needs_input_grad[1]:
+            raise second_order_error(ctx.name)
+        return _SpectralGrad.apply(grad, *ctx.saved_tensors, ctx.name), None, None, None, None
+
+
+@torch.library.custom_op("eigengrain::require_above", mutates_args=())
+def _require_above(values: Tensor, floor: float, message: str) -> Tensor:
+    """Values unchanged, or an error: a check that compiled and vmapped code can carry."""
+    smallest = float(values.min()) if values.numel() else float("inf")
+    if not smallest > floor:
+        raise ValueError(message.format(smallest=smallest))
+    return values.clone()
+
+
+@_require_above.register_fake
+def _(values: Tensor, floor: float, message: str) -> Tensor:
+    return torch.empty_like(values)
+
+
+@torch.library.register_vmap("eigengrain::require_above")
+def _(info: Any, in_dims: tuple[int | None, None, None], values: Tensor, floor: float, message: str) -> Any:
+    return _require_above(values, floor, message), in_dims[0]
+
+
+#: an eigenvalue this far below zero, relative to the largest, is no rounding error: the matrix is not semi-definite
+_INDEFINITE = 1e-5
+
+
+def _checked_values(values: Tensor, f: ScalarFunction, floor: float) -> Tensor:
+    """Eigenvalues as a semi-definite matrix has them: those at rounding level are zero, negative ones an error."""
+    if not f.semidefinite:
+        return values
+    largest = values.abs().amax(-1, keepdim=True)
+    if f.definite:
+        what = f"{f.name} needs eigenvalues above {floor:g}, the smallest is {{smallest:.3g}}: "
+        return _require_above(values, floor, what + "add a multiple of the identity to the matrix first")
+    relative = torch.where(largest > 0, values / torch.where(largest > 0, largest, 1.0), 0.0)
+    what = f"{f.name} needs positive semi-definite matrices, the smallest eigenvalue is {{smallest:.3g}} of the largest"
+    relative = _require_above(relative, -_INDEFINITE, what)
+    null = relative <= values.shape[-1] * torch.finfo(values.dtype).eps
+    return torch.where(null, 0.0, values)
+
+
+def _cut_differences(k: Tensor, values: Tensor, f: Tensor, keep: Tensor, cut: str) -> Tensor:
+    """Divided differences of the masked function. Across the cut it is (f_i − 0)/(λ_i − λ_j): the subspace turns."""
+    kept = keep.to(f.dtype)
+    both = kept.unsqueeze(-1) * kept.unsqueeze(-2)
+    inside = torch.where(both > 0, k, 0.0)
+    if cut == "projector":
+        return inside
+    f = f * kept
+    rise = f.unsqueeze(-1) - f.unsqueeze(-2)
+    run = values.unsqueeze(-1) - values.unsqueeze(-2)
+    across = (kept.unsqueeze(-1) != kept.unsqueeze(-2)) & (rise != 0)
+    return torch.where(across, rise / torch.where(across, run, 1.0), inside)
+
+
+def _evaluate(
+    P: Tensor,
+    f: ScalarFunction,
+    subset: EigenSubset | str | None,
+    cut: str,
+    backend: str,
+    floor: float = 0.0,
+    differences: Callable[[Tensor], Tensor] | None = None,
+) -> Tensor:
+    check_square(P, f.name)
+    check_cut(cut)
+    chosen, d = EigenSubset.parse(subset), P.shape[-1]
+    p = to_compute(P)
+    keep = chosen.mask(d, p.device)
+    raw, vectors = decompose(p, backend)
+    values = _checked_values(raw, f, floor)
+    fx = f(values)
+    k = differences(values) if differences else f.divided_difference(values.unsqueeze(-1), values.unsqueeze(-2))
+    if not chosen.covers(d):
+        k = _cut_differences(k, values, fx, keep, cut)
+        fx = fx * keep.to(fx.dtype)
+    out: Tensor = _SpectralFunction.apply(p, fx, vectors, k, f.name)
+    return out.to(P.device, output_dtype(P))
+
+
+def spectral_function(
+    P: Tensor,
+    f: Callable[[Tensor], Tensor],
+    *,
+    derivative: Callable[[Tensor], Tensor] | None = None,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Apply a smooth function to the eigenvalues of symmetric matrices, with the exact gradient.
+
+    .. math:: F = U f(\Lambda) U^T, \qquad
+       \frac{\partial l}{\partial P} = U\,[(U^T \mathrm{sym}(G)\,U) \circ K]\,U^T, \qquad
+       K_{ij} = \frac{f(\lambda_i) - f(\lambda_j)}{\lambda_i - \lambda_j}
+
+    Args:
+        P: symmetric (*, d, d); only the symmetric part is used.
+        f: elementwise function of a float64 tensor, or a :class:`ScalarFunction` with its own divided differences.
+        derivative: of f; taken by automatic differentiation when None.
+        subset: eigenvalues that are kept, such as ``"top:206"``; the others are dropped from F.
+        cut: how a dropped spectrum is differentiated. ``exact`` lets the kept subspace turn with P, which is unbounded
+            where the cut separates close eigenvalues (see :meth:`EigenSubset.relative_gap`); ``projector`` holds it.
+        backend: solver, see :func:`eigh`.
+
+    Returns:
+        (*, d, d), float64 if P is float64 and float32 otherwise.
+
+    Raises:
+        ValueError: if P is not square, or subset, cut or backend cannot be read.
+        SecondOrderError: in a second backward pass with respect to P.
+
+    Example:
+        >>> spectral_function(torch.diag(torch.tensor([0.0, 1.0])), torch.cos)
+        tensor([[1.0000, 0.0000],
+                [0.0000, 0.5403]])
+
+    References:
+        Bhatia, Matrix Analysis, theorem V.3.3 (Daleckii–Krein).
+    """
+    function = f if isinstance(f, ScalarFunction) else Generic(f, derivative)
+    return _evaluate(P, function, subset, cut, backend)
+
+
+def matrix_sqrt(
+    P: Tensor,
+    *,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    gradient: str | GradientRule = "exact",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Square root of positive semi-definite matrices, :math:`Q = P^{1/2} = U \Lambda^{1/2} U^T` (Eq. 4).
+
+    The exact gradient has :math:`K_{ij} = 1/(\sigma_i + \sigma_j)`, :math:`\sigma = \sqrt\lambda`. Eigenvalues below
+    :math:`d\,\varepsilon\,\lambda_1` count as zero; between two such the root has no derivative and 0 is returned. Where
+    the covariance comes from features, :func:`sqrt_covariance` is more accurate and its gradient is bounded.
+
+    Args:
+        P: positive semi-definite (*, d, d).
+        subset, cut, backend: as in :func:`spectral_function`.
+        gradient: ``exact``, or a published approximation for comparison: ``original``, ``trunc``, ``topn``, ``taylor``,
+            ``pade``, ``newton``, ``power-iteration``, ``lyapunov`` (see :class:`GradientRule`, which also sets their
+            parameters). The value is exact under every rule.
+
+    Raises:
+        ValueError: also if P has an eigenvalue well below zero.
+
+    Example:
+        >>> matrix_sqrt(torch.diag(torch.tensor([4.0, 9.0]))).diagonal()
+        tensor([2., 3.])
+    """
+    rule = GradientRule.of(gradient)
+    if rule.name == "exact":
+        return _evaluate(P, SquareRoot(), subset, cut, backend)
+    if rule.from_spectrum:
+        return _evaluate(P, SquareRoot(), subset, cut, backend, differences=rule.differences)
+    if not EigenSubset.parse(subset).covers(P.shape[-1]):
+        raise ValueError(f"gradient={rule.name!r} has no notion of an eigenvalue subset: use 'exact' or drop the subset")
+    return rule.attach(P, _evaluate(P.detach(), SquareRoot(), None, cut, backend))
+
+
+def matrix_power(
+    P: Tensor,
+    p: float,
+    *,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Power of positive semi-definite matrices, :math:`P^p = U \Lambda^p U^T`.
+
+    Zero eigenvalues stay zero for p > 0 (between two of them the derivative is set to 0 if p < 1); for p ≤ 0 they raise.
+
+    Example:
+        >>> matrix_power(torch.diag(torch.tensor([4.0, 9.0])), -1).diagonal()
+        tensor([0.2500, 0.1111])
+    """
+    return _evaluate(P, Power(p), subset, cut, backend)
+
+
+def matrix_log(
+    P: Tensor,
+    *,
+    eps: float = 0.0,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Logarithm of positive definite matrices, :math:`\log P = U \log(\Lambda) U^T`.
+
+    Args:
+        eps: every eigenvalue must be larger than this. Covariances from features seldom are definite: add
+            :math:`\varepsilon I` to them first, as the log-covariance head does.
+
+    Raises:
+        ValueError: if an eigenvalue is at or below ``eps``.
+
+    Example:
+        >>> matrix_log(torch.eye(2) * 2).diagonal()
+        tensor([0.6931, 0.6931])
+    """
+    return _evaluate(P, Logarithm(), subset, cut, backend, floor=eps)
+
+
+def exp_inverse(
+    P: Tensor,
+    *,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    backend: str = "auto",
+) -> Tensor:
+    r"""Exponential inverse, :math:`S = e^{-P} = U e^{-\Lambda} U^T` (Section 4.2), of any symmetric matrices.
+
+    Example:
+        >>> exp_inverse(torch.zeros(2, 2))
+        tensor([[1., 0.],
+                [0., 1.]])
+    """
+    return _evaluate(P, ExpInverse(), subset, cut, backend)

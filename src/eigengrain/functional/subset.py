@@ -1,0 +1,147 @@
+"""A set of eigenvalues, named by rank: which of them a representation keeps."""
+
+import re
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+_TERM = re.compile(r"(top|last):(\d+)")
+
+
+@dataclass(frozen=True)
+class EigenSubset:
+    """Eigenvalues chosen by their place in the descending order, for any dimension d.
+
+    One object serves training, inference, attribution and truncation. Sets are combined with ``|``, ``&`` and
+    :meth:`complement`; they meet a dimension only in :meth:`mask`, which refuses what does not fit it.
+
+    Example:
+        >>> EigenSubset.parse("top:1+last:2").mask(5)
+        tensor([ True, False, False,  True,  True])
+        >>> str(EigenSubset.largest(206).complement())
+        '~(top:206)'
+    """
+
+    kind: Literal["all", "top", "last", "union", "complement"] = "all"
+    k: int = 0
+    parts: tuple["EigenSubset", ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.kind in ("top", "last") and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
+            raise ValueError(f"an eigenvalue subset '{self.kind}:k' needs a whole number k of at least 1, got {self.k!r}")
+
+    @classmethod
+    def all(cls) -> "EigenSubset":
+        return cls("all")
+
+    @classmethod
+    def largest(cls, k: int) -> "EigenSubset":
+        """λ_1 … λ_k."""
+        return cls("top", k)
+
+    @classmethod
+    def smallest(cls, k: int) -> "EigenSubset":
+        """The last k of the d eigenvalues."""
+        return cls("last", k)
+
+    @classmethod
+    def parse(cls, text: "str | EigenSubset | None") -> "EigenSubset":
+        """Read ``all``, ``top:206``, ``last:50``, sums ``top:1+last:50`` and complements ``~(top:206)``.
+
+        None reads as ``all``, and a subset as itself.
+        """
+        if text is None:
+            return cls.all()
+        if isinstance(text, EigenSubset):
+            return text
+        if not isinstance(text, str):
+            raise ValueError(f"an eigenvalue subset is a string such as 'top:206', got {type(text).__name__}")
+        body = text.replace(" ", "")
+        if body == "all":
+            return cls.all()
+        if body.startswith("~(") and body.endswith(")"):
+            return cls.parse(body[2:-1]).complement()
+        terms = [_TERM.fullmatch(term) for term in body.split("+")]
+        if not all(terms):
+            raise ValueError(
+                f"cannot read eigenvalue subset {text!r}: expected 'all', 'top:k', 'last:k', sums such as "
+                "'top:1+last:50', or a complement '~(top:206)'"
+            )
+        subset, *others = [cls("top" if m[1] == "top" else "last", int(m[2])) for m in terms if m]
+        for other in others:
+            subset |= other
+        return subset
+
+    def complement(self) -> "EigenSubset":
+        return self.parts[0] if self.kind == "complement" else EigenSubset("complement", parts=(self,))
+
+    def __or__(self, other: "EigenSubset") -> "EigenSubset":
+        if not isinstance(other, EigenSubset):
+            return NotImplemented
+        parts = tuple(part for s in (self, other) for part in (s.parts if s.kind == "union" else (s,)))
+        return EigenSubset("union", parts=parts)
+
+    def __and__(self, other: "EigenSubset") -> "EigenSubset":
+        if not isinstance(other, EigenSubset):
+            return NotImplemented
+        return (self.complement() | other.complement()).complement()
+
+    def __str__(self) -> str:
+        if self.kind == "all":
+            return "all"
+        if self.kind == "union":
+            return "+".join(str(part) for part in self.parts)
+        if self.kind == "complement":
+            return f"~({self.parts[0]})"
+        return f"{self.kind}:{self.k}"
+
+    @lru_cache(maxsize=256)  # noqa: B019  (frozen, small)
+    def _members(self, d: int) -> frozenset[int]:
+        if self.kind == "all":
+            return frozenset(range(d))
+        if self.kind == "union":
+            return frozenset().union(*(part._members(d) for part in self.parts))
+        if self.kind == "complement":
+            return frozenset(range(d)) - self.parts[0]._members(d)
+        if self.k > d:
+            raise ValueError(f"eigenvalue subset '{self}' asks for {self.k} of {d} eigenvalues: use a k of at most {d}")
+        return frozenset(range(self.k) if self.kind == "top" else range(d - self.k, d))
+
+    def _test(self, rank: Tensor, d: int) -> Tensor:
+        """Membership by comparison of ranks: made where the data is, so that no copy from the host is waited for."""
+        if self.kind == "union":
+            return torch.stack([part._test(rank, d) for part in self.parts]).any(0)
+        if self.kind == "complement":
+            return ~self.parts[0]._test(rank, d)
+        low, high = {"all": (0, d), "top": (0, self.k), "last": (d - self.k, d)}[self.kind]
+        return (rank >= low) & (rank < high)
+
+    def covers(self, d: int) -> bool:
+        """Whether all d eigenvalues are kept."""
+        return len(self._members(d)) == d
+
+    def mask(self, d: int, device: torch.device | str | None = None) -> Tensor:
+        """Boolean (d,), True where an eigenvalue is kept, in descending order.
+
+        Raises:
+            ValueError: if a k is larger than d, or nothing is kept.
+        """
+        if not self._members(d):
+            raise ValueError(f"eigenvalue subset '{self}' keeps none of {d} eigenvalues")
+        return self._test(torch.arange(d, device=device), d)
+
+    def relative_gap(self, eigenvalues: Tensor) -> Tensor:
+        r"""The smallest :math:`(\lambda_k - \lambda_{k+1})/\lambda_k` over the cuts of this subset, shape (*).
+
+        The derivative of a cut spectrum grows as the inverse of this gap, because the kept subspace itself turns. It is
+        infinite where nothing is cut, and nan where a cut lies between zero eigenvalues, which cuts nothing.
+        """
+        mask = self.mask(eigenvalues.shape[-1], eigenvalues.device)
+        cut = mask[1:] != mask[:-1]
+        if not bool(cut.any()):
+            return torch.full_like(eigenvalues[..., 0], float("inf"))
+        upper, lower = eigenvalues[..., :-1][..., cut], eigenvalues[..., 1:][..., cut]
+        return ((upper - lower) / upper).amin(-1)
