@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.functional.eigen import second_order_error
+from eigengrain.functional._first_order import first_order_only
 
 
 class _WithGradient(torch.autograd.Function):
@@ -25,28 +25,9 @@ class _WithGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         at, slope = ctx.saved_tensors
-        return _Slope.apply(grad, at, slope, ctx.name), None, None, None
-
-
-class _Slope(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, at: Tensor, slope: Tensor, name: str) -> Tensor:
-        return grad.reshape(grad.shape + (1,) * (slope.ndim - grad.ndim)) * slope
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[2])
-        ctx.event_dims = inputs[2].ndim - inputs[0].ndim  # type: ignore[attr-defined]
-        ctx.name = inputs[3]  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.needs_input_grad[1]:
-            raise second_order_error(ctx.name)
-        (slope,) = ctx.saved_tensors
-        return (grad * slope).flatten(-ctx.event_dims).sum(-1), None, None, None
+        with torch.no_grad():
+            value = grad.reshape(grad.shape + (1,) * (slope.ndim - grad.ndim)) * slope
+        return first_order_only(value, ctx.name, grad, at), None, None, None
 
 
 def with_gradient(at: Tensor, value: Tensor, slope: Tensor, name: str) -> Tensor:

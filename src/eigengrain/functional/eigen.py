@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import EigenSolverError, NonFiniteError, SecondOrderError, unknown_name
+from eigengrain.errors import EigenSolverError, NonFiniteError, unknown_name
 from eigengrain.functional import cusolver
+from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
 
 Solver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (batch, d, d) -> ascending eigenvalues, eigenvectors in columns
@@ -185,33 +186,12 @@ class _Eigh(torch.autograd.Function):
                 "eigenvectors are not differentiated apart from their eigenvalues (the derivative is infinite at equal "
                 "ones): use spectral_function for functions of the matrix, or torch.linalg.eigh for the eigenvectors"
             )
+        if grad_values is None:
+            return None, None, None
         p, vectors = ctx.saved_tensors
-        return (None if grad_values is None else _EighGrad.apply(p, grad_values, vectors)), None, None
-
-
-class _EighGrad(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(p: Tensor, grad_values: Tensor, vectors: Tensor) -> Tensor:
-        return (vectors * grad_values.unsqueeze(-2)) @ vectors.mT
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(inputs[2])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.needs_input_grad[0]:
-            raise second_order_error("eigh")
-        (vectors,) = ctx.saved_tensors
-        return None, (vectors * (grad @ vectors)).sum(-2), None
-
-
-def second_order_error(who: str) -> SecondOrderError:
-    return SecondOrderError(
-        f"{who} has no second derivative with respect to its input: newton_schulz is differentiable to any order"
-    )
+        with torch.no_grad():
+            grad = (vectors * grad_values.unsqueeze(-2)) @ vectors.mT
+        return first_order_only(grad, "eigh", grad_values, p), None, None
 
 
 def eigh(P: Tensor, backend: str = "auto") -> Eigh:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import EigenSolverError, unknown_name
+from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import (
     LinAlgError,
     check_compute_dtype,
@@ -27,10 +28,10 @@ from eigengrain.functional._inputs import (
     output_dtype,
 )
 from eigengrain.functional.covariance import centre, covariance
-from eigengrain.functional.eigen import check_finite, decompose, second_order_error
+from eigengrain.functional.eigen import check_finite, decompose
 from eigengrain.functional.iterative import quintic_sqrt
 from eigengrain.functional.rules import GradientRule
-from eigengrain.functional.scaling import qs_and_weights, scaling_factor
+from eigengrain.functional.scaling import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, matrix_sqrt
 from eigengrain.functional.subset import EigenSubset
 
@@ -123,7 +124,7 @@ _FACTORS = {"eigh": _factor_eigh, "gram": _factor_gram, "svd": _factor_svd}
 def _ratios(sigma: Tensor, keep: Tensor, cut: str) -> Tensor:
     r"""R − 1 keepᵀ (*, r, r), where :math:`R_{ij} = K_{ij}\sigma_j` with K the divided differences of the kept roots.
 
-    For the full spectrum this is −σ_i/(σ_i + σ_j). Taking 1 off (see :class:`_RootGrad`) leaves what the directions
+    For the full spectrum this is −σ_i/(σ_i + σ_j). Taking 1 off (see :func:`_gradient`) leaves what the directions
     outside U, of which there are many at short rank, have in common with those inside.
     """
     si, sj = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
@@ -153,7 +154,7 @@ class _Root(torch.autograd.Function):
         with full_precision(u):
             scaled = sigma * keep.to(sigma.dtype)
             if seb:
-                scaled = scaled * (1 + qs_and_weights(sigma.square())[0]).unsqueeze(-1)
+                scaled = scaled * (1 + qs_and_slope(sigma.square())[0]).unsqueeze(-1)
             return (u * scaled.unsqueeze(-2)) @ u.mT
 
     @staticmethod
@@ -165,54 +166,32 @@ class _Root(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         cut, seb, shape, dtype, device = ctx.options
-        dx = _RootGrad.apply(grad, *ctx.saved_tensors, cut, seb)
+        token, *factors, keep = ctx.saved_tensors
+        with torch.no_grad(), full_precision(factors[0]):
+            dx = _gradient(grad, _Factors(*factors), keep, cut, seb)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
-        return dx, None, None, None, None, None, None, None
+        return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None
 
 
-class _RootGrad(torch.autograd.Function):
-    """The gradient with respect to the features, (B, d, N)."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        grad: Tensor,
-        token: Tensor,
-        u: Tensor,
-        sigma: Tensor,
-        vt: Tensor,
-        keep: Tensor,
-        cut: str,
-        seb: bool,
-    ) -> Tensor:
-        with full_precision(u):
-            kept = keep.to(sigma.dtype)
-            gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
-            c = u.mT @ gu  # (B, r, r)
-            # U full would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j
-            # is kept: with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
-            left = 2 * gu * kept.unsqueeze(-2)
-            inner = 2 * c * _ratios(sigma, keep, cut)
-            if seb:
-                values = sigma.square()
-                s, weights = qs_and_weights(values)
-                factor = (1 + s)[..., None, None]
-                # <G, Q> ds/dX_c, with ds/dX_c = U diag((1 − 2λ) e^{−2λ} σ/s) Vᵀ of norm at most 1
-                along = (c.diagonal(dim1=-2, dim2=-1) * sigma * kept).sum(-1, keepdim=True)
-                slope = along * (1 - 2 * values) * weights * sigma
-                left, inner = left * factor, inner * factor + torch.diag_embed(slope)
-            dx = (left + u @ inner) @ vt
-            # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
-            return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(vt.shape[-1])
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        pass
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        raise second_order_error("sqrt_covariance")
+def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool) -> Tensor:
+    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``."""
+    u, sigma, vt = factors
+    kept = keep.to(sigma.dtype)
+    gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
+    c = u.mT @ gu  # (B, r, r)
+    # U full would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
+    # with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
+    left = 2 * gu * kept.unsqueeze(-2)
+    inner = 2 * c * _ratios(sigma, keep, cut)
+    if seb:
+        s, slope = qs_and_slope(sigma.square())
+        factor = (1 + s)[..., None, None]
+        # <G, Q> ds/dX_c, with ds/dX_c = U diag(∂s/∂σ) Vᵀ of norm at most 1
+        along = (c.diagonal(dim1=-2, dim2=-1) * sigma * kept).sum(-1, keepdim=True)
+        left, inner = left * factor, inner * factor + torch.diag_embed(along * slope)
+    dx = (left + u @ inner) @ vt
+    # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
+    return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(vt.shape[-1])
 
 
 def _token(x: Tensor) -> Tensor:

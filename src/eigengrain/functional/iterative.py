@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import (
     check_compute_dtype,
     check_square,
@@ -20,7 +21,6 @@ from eigengrain.functional._inputs import (
     output_dtype,
     to_compute,
 )
-from eigengrain.functional.eigen import second_order_error
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
@@ -125,29 +125,12 @@ class _RootWithLyapunov(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _LyapunovGrad.apply(grad, *ctx.saved_tensors, ctx.steps), None, None, None
-
-
-class _LyapunovGrad(torch.autograd.Function):
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, p: Tensor, q: Tensor, scale: Tensor, steps: int) -> Tensor:
-        with full_precision(q):
+        p, q, scale = ctx.saved_tensors
+        with torch.no_grad(), full_precision(q):
             q, g = q / scale, _symmetric(grad)
-            x = _lyapunov(q, g, (NEWTON_SCHULZ,) * steps) if steps else _lyapunov_any_rank(q, g)
-            return x / scale
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:4])
-        ctx.steps = inputs[4]  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.needs_input_grad[1]:
-            raise second_order_error("the Lyapunov gradient of a matrix square root")
-        return _LyapunovGrad.apply(grad, *ctx.saved_tensors, ctx.steps), None, None, None, None
+            x = _lyapunov(q, g, (NEWTON_SCHULZ,) * ctx.steps) if ctx.steps else _lyapunov_any_rank(q, g)
+            dp = x / scale
+        return first_order_only(dp, "the Lyapunov gradient of a square root", grad, p), None, None, None
 
 
 def root_with_lyapunov(p: Tensor, q: Tensor, scale: Tensor, steps: int = 0) -> Tensor:

@@ -92,8 +92,10 @@ class GradientRule:
     Two do not use the spectrum: ``newton`` is the gradient of ``steps_newton`` Newton–Schulz steps at P (which do not
     converge for eigenvalues below 1e-2 of the trace), ``lyapunov`` eight cubic steps for the Lyapunov equation.
 
-    All of them but ``newton`` and ``lyapunov`` have :math:`\tfrac12\lambda_i^{-1/2}` on the diagonal, 3e7 at a zero
-    eigenvalue in float64: from rank-deficient features they break the bound that the exact gradient keeps.
+    All of them but ``newton`` and ``lyapunov`` have :math:`\tfrac12\lambda_i^{-1/2}` on the diagonal, with λ raised to the
+    machine epsilon: 3e7 at a zero eigenvalue. Carried on to the features this is multiplied by the zero variance in that
+    direction, so in float64 it does little harm; but features so small that all their eigenvalues lie below the epsilon
+    get almost no gradient. From features the rules fail by losing gradient, or by NaN, more than by exceeding the bound.
 
     References:
         Song et al., Why Approximate Matrix Square Root Outperforms Accurate SVD in Global Covariance Pooling?, ICCV 2021;

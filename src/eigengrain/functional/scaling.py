@@ -17,19 +17,31 @@ KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("eigh", "products")
 
 
-def qs_and_weights(values: Tensor) -> tuple[Tensor, Tensor]:
-    r"""s (*) from eigenvalues (*, d), and the weights :math:`e^{-2\lambda}/s` of its derivative; both 0 where s is 0."""
-    log_s = 0.5 * torch.logsumexp(values.clamp_min(0).log() - 2 * values, -1)
+def _log_qs(values: Tensor) -> Tensor:
+    """log s (*) from eigenvalues (*, d)."""
+    return 0.5 * torch.logsumexp(values.clamp_min(0).log() - 2 * values, -1)
+
+
+def qs_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    r"""s (*) from eigenvalues (*, d), and :math:`\partial s/\partial\sigma = (1 - 2\lambda)\,\sigma e^{-2\lambda}/s`.
+
+    Here σ = √λ. The slope is at most 1 in norm. Both are 0 where s is below the normal numbers.
+    """
+    log_s = _log_qs(values).unsqueeze(-1)
     s = log_s.exp()
-    weights = torch.exp(-2 * values - log_s.unsqueeze(-1))
-    return s, torch.where(s.unsqueeze(-1) > 0, weights, 0.0)
+    slope = (1 - 2 * values) * torch.exp(0.5 * values.clamp_min(0).log() - 2 * values - log_s)
+    normal = s >= torch.finfo(s.dtype).tiny
+    return torch.where(normal, s, 0.0).squeeze(-1), torch.where(normal, slope, 0.0)
 
 
 def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     """The factor from the eigenvalues and its derivative in them; where the factor is 0 the derivative is set to 0."""
     if kind == "qs":
-        s, weights = qs_and_weights(values)
-        return s, (0.5 - values) * weights
+        log_s = _log_qs(values)
+        s = log_s.exp()
+        normal = s >= torch.finfo(s.dtype).tiny
+        slope = (0.5 - values) * torch.exp(-2 * values - log_s.unsqueeze(-1))
+        return torch.where(normal, s, 0.0), torch.where(normal.unsqueeze(-1), slope, 0.0)
     if kind == "q":
         s = values.clamp_min(0).sum(-1, keepdim=True).sqrt()
         return s.squeeze(-1), torch.where(s > 0, 0.5 / torch.where(s > 0, s, 1.0), 0.0).expand_as(values)

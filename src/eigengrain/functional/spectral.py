@@ -14,8 +14,9 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import unknown_name
+from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import check_square, output_dtype, to_compute
-from eigengrain.functional.eigen import decompose, second_order_error
+from eigengrain.functional.eigen import decompose
 from eigengrain.functional.rules import GradientRule
 from eigengrain.functional.scalar import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
 from eigengrain.functional.subset import EigenSubset
@@ -46,29 +47,11 @@ class _SpectralFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        return _SpectralGrad.apply(grad, *ctx.saved_tensors, ctx.name), None, None, None, None
-
-
-class _SpectralGrad(torch.autograd.Function):
-    """The derivative as a linear map of G. It is its own adjoint, so its gradient in G is itself; in P it is refused."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(grad: Tensor, p: Tensor, vectors: Tensor, k: Tensor, name: str) -> Tensor:
-        symmetric = (grad + grad.mT) / 2
-        return vectors @ ((vectors.mT @ symmetric @ vectors) * k) @ vectors.mT
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.save_for_backward(*inputs[1:4])
-        ctx.name = inputs[4]  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        if ctx.needs_input_grad[1]:
-            raise second_order_error(ctx.name)
-        return _SpectralGrad.apply(grad, *ctx.saved_tensors, ctx.name), None, None, None, None
+        p, vectors, k = ctx.saved_tensors
+        with torch.no_grad():
+            symmetric = (grad + grad.mT) / 2
+            dp = vectors @ ((vectors.mT @ symmetric @ vectors) * k) @ vectors.mT
+        return first_order_only(dp, ctx.name, grad, p), None, None, None, None
 
 
 @torch.library.custom_op("eigengrain::require_above", mutates_args=())

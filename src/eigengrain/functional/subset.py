@@ -2,7 +2,6 @@
 
 import re
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -98,7 +97,6 @@ class EigenSubset:
             return f"~({self.parts[0]})"
         return f"{self.kind}:{self.k}"
 
-    @lru_cache(maxsize=256)  # noqa: B019  (frozen, small)
     def _members(self, d: int) -> frozenset[int]:
         if self.kind == "all":
             return frozenset(range(d))
@@ -121,7 +119,7 @@ class EigenSubset:
 
     def covers(self, d: int) -> bool:
         """Whether all d eigenvalues are kept."""
-        return len(self._members(d)) == d
+        return self.kind == "all" or len(self._members(d)) == d
 
     def mask(self, d: int, device: torch.device | str | None = None) -> Tensor:
         """Boolean (d,), True where an eigenvalue is kept, in descending order.
