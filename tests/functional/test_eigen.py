@@ -1,0 +1,137 @@
+import pytest
+import torch
+
+from eigengrain.errors import EigenSolverError, NonFiniteError, SecondOrderError
+from eigengrain.functional import BACKENDS, eigen, eigh, solver_repairs
+from eigengrain.functional._inputs import LinAlgError
+from spectral_cases import F64, matrix
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("shape", [(4, 4), (3, 5, 5), (2, 3, 40, 40), (1, 1, 1), (0, 3, 3)])
+def test_descending_and_reconstructs(shape, backend):
+    a = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(1))
+    a = a + a.mT
+    values, vectors = eigh(a, backend)
+    assert values.shape == shape[:-1]
+    assert (values.diff(dim=-1) <= 0).all()
+    assert torch.allclose((vectors * values.unsqueeze(-2)) @ vectors.mT, a, atol=1e-12)
+    assert torch.allclose(vectors.mT @ vectors, torch.eye(shape[-1], dtype=F64).expand(shape), atol=1e-12)
+
+
+def test_only_the_symmetric_part_counts():
+    a = torch.randn(3, 6, 6, dtype=F64)
+    assert torch.allclose(eigh(a).values, eigh((a + a.mT) / 2).values)
+
+
+def test_float32_is_decomposed_in_float64():
+    p = matrix(torch.logspace(0, -6, 8, dtype=F64)).float()
+    values = eigh(p).values
+    assert values.dtype == torch.float32
+    assert torch.allclose(values.double(), torch.linalg.eigvalsh(p.double()).flip(-1), rtol=1e-6, atol=0)
+
+
+def test_eigenvalue_gradient():
+    a = matrix(torch.tensor([3.0, 2.0, 0.5, -1.0], dtype=F64), batch=2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda m: eigh(m).values, a)
+    # at equal eigenvalues a loss that does not tell them apart is differentiable: tr P² has the gradient 2P
+    equal = (2 * torch.eye(3, dtype=F64)).requires_grad_()
+    (grad,) = torch.autograd.grad(eigh(equal).values.square().sum(), equal)
+    assert torch.allclose(grad, 2 * equal)
+
+
+def test_eigenvectors_refuse_a_gradient():
+    a = matrix(torch.tensor([3.0, 2.0], dtype=F64)).requires_grad_()
+    with pytest.raises(RuntimeError, match="use spectral_function"):
+        eigh(a).vectors.sum().backward()
+
+
+def test_second_order_raises_rather_than_being_wrong():
+    a = matrix(torch.tensor([3.0, 2.0], dtype=F64)).requires_grad_()
+    (grad,) = torch.autograd.grad(eigh(a).values.square().sum(), a, create_graph=True)
+    with pytest.raises(SecondOrderError, match="second derivative"):
+        grad.sum().backward()
+    with pytest.raises(NotImplementedError):
+        torch.func.hessian(lambda m: eigh(m).values.square().sum())(a.detach()[0])
+
+
+def test_vmap_equals_the_batched_call():
+    a = matrix(torch.tensor([3.0, 2.0, 1.0], dtype=F64), batch=4)
+    for ours, batched in zip(torch.func.vmap(eigh)(a), eigh(a), strict=True):
+        assert torch.equal(ours, batched)
+    moved = torch.func.vmap(eigh, in_dims=1)(a.movedim(0, 1))
+    assert torch.equal(moved.values, eigh(a).values)
+
+
+def test_the_operator_is_well_formed():
+    torch.library.opcheck(eigen._eigh_op, (matrix(torch.tensor([3.0, 2.0, 1.0], dtype=F64), batch=4), "auto"))
+
+
+class Flaky:
+    """A solver that fails on the matrices marked by their first diagonal entry, until it has failed often enough."""
+
+    def __init__(self, marks, failures):
+        self.marks, self.left = marks, dict.fromkeys(marks, failures)
+
+    def __call__(self, p):
+        for i, mark in enumerate(p[:, 0, 0].round().tolist()):
+            if mark in self.left and self.left[mark] > 0:
+                self.left[mark] -= len(p) == 1
+                raise LinAlgError(f"item {i}")
+        return torch.linalg.eigh(p)
+
+
+@pytest.mark.parametrize("failures, rung", [(0, None), (1, "jitter"), (2, "cpu-float64")])
+def test_ladder_repairs_the_failing_items_only(monkeypatch, failures, rung):
+    p = torch.stack([torch.diag(torch.tensor([float(10 * i + 1), 0.5, 0.25], dtype=F64)) for i in range(4)])
+    monkeypatch.setitem(eigen.SOLVERS, "torch", Flaky([11, 31], failures))
+    solver_repairs(reset=True)
+    values, vectors = eigh(p, "torch")
+    counts = solver_repairs(reset=True)
+    assert counts == {"jitter": 0, "cpu-float64": 0} | ({rung: 2} if rung else {})
+    assert torch.allclose(values, p.diagonal(dim1=-2, dim2=-1), rtol=1e-12)
+    assert torch.equal(values[[0, 2]], p.diagonal(dim1=-2, dim2=-1)[[0, 2]])
+    assert torch.allclose((vectors * values.unsqueeze(-2)) @ vectors.mT, p, rtol=1e-12)
+    assert solver_repairs() == {"jitter": 0, "cpu-float64": 0}
+
+
+def test_ladder_ends_in_a_named_error(monkeypatch):
+    def never(p):
+        raise LinAlgError("no")
+
+    monkeypatch.setitem(eigen.SOLVERS, "torch", never)
+    monkeypatch.setattr(torch.linalg, "eigh", never)
+    with pytest.raises(EigenSolverError, match="matrix 0 of 2, with jitter and in float64 on the CPU too"):
+        eigh(torch.eye(3).repeat(2, 1, 1), "torch")
+
+
+def test_threads_of_the_caller_are_left_alone():
+    before = torch.get_num_threads()
+    eigh(torch.eye(40).repeat(6, 1, 1))
+    assert torch.get_num_threads() == before
+
+
+def test_cusolver_falls_back_with_a_word_where_it_is_missing():
+    from eigengrain.functional._inputs import say_once
+
+    say_once.cache_clear()
+    with pytest.warns(UserWarning, match="'cusolver-batched' is not available here .the tensor is on cpu"):
+        values = eigh(torch.eye(3).repeat(2, 1, 1), "cusolver-batched").values
+    assert torch.equal(values, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (lambda: eigh(torch.randn(3, 4)), ValueError, r"square matrices.*got \(3, 4\).*covariance\(x\) first"),
+        (lambda: eigh(torch.randn(3)), ValueError, "square matrices"),
+        (lambda: eigh(torch.eye(3, dtype=torch.int32)), ValueError, "int32"),
+        (lambda: eigh(torch.eye(3), "cusolver"), ValueError, "unknown backend 'cusolver': did you mean 'cusolver-batched'"),
+        (lambda: eigh(torch.eye(3), "tocrh"), ValueError, "did you mean 'torch'"),
+        (lambda: eigh(torch.full((3, 2, 2), torch.nan)), NonFiniteError, "3 of 3 samples .index 0, 1, 2"),
+        (lambda: eigh(torch.tensor([[[1.0]], [[torch.inf]]])), NonFiniteError, "1 of 2 samples .index 1.*learning rate"),
+    ],
+)
+def test_errors(call, error, message):
+    with pytest.raises(error, match=message):
+        call()

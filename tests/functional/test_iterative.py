@@ -1,0 +1,193 @@
+import mpmath
+import pytest
+import scipy.linalg
+import torch
+
+from eigengrain.errors import SecondOrderError
+from eigengrain.functional import matrix_sqrt, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
+from eigengrain.functional.iterative import QUINTIC, exp_products, pade_coefficients, taylor_coefficients
+from spectral_cases import F64, log_spectrum, matrix, relative
+
+P = matrix(torch.tensor([2.0, 1.0, 0.7, 0.2], dtype=F64), seed=3, batch=2)
+G = torch.randn(2, 4, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+
+
+def gradient(f, p, g):
+    p = p.clone().requires_grad_()
+    return torch.autograd.grad(f(p), p, g)[0]
+
+
+@pytest.mark.parametrize("steps", [1, 2, 5])
+def test_newton_schulz_is_the_published_iteration(steps):
+    eye = torch.eye(4, dtype=F64)
+    for p, ours in zip(P, newton_schulz(P, steps), strict=True):
+        trace = p.trace()
+        y, z = p / trace, eye
+        for _ in range(steps):
+            t = (3 * eye - z @ y) / 2
+            y, z = y @ t, t @ z
+        assert torch.allclose(ours, y * trace.sqrt(), atol=1e-14)
+
+
+def test_newton_schulz_gradients_of_any_order():
+    p = P[:1].clone().requires_grad_()
+    assert torch.autograd.gradcheck(newton_schulz, p)
+    assert torch.autograd.gradgradcheck(newton_schulz, p)
+    hessian = torch.func.hessian(lambda m: newton_schulz(m).square().sum())(P[0])
+    assert hessian.shape == (4, 4, 4, 4)
+    assert hessian.abs().max() > 0
+
+
+def test_five_steps_are_no_square_root():
+    p = torch.diag(torch.tensor([1 - 1e-4, 1e-4], dtype=F64))
+    share = newton_schulz(p, 5)[1, 1] / 1e-2
+    assert 0.07 < share < 0.08
+
+
+def test_zero_matrices_stay_zero():
+    zero = torch.zeros(1, 3, 3, dtype=F64)
+    for f in (newton_schulz, quintic_sqrt, mtp_sqrt, mpa_sqrt):
+        assert f(zero).abs().max() == 0
+        assert gradient(f, zero, torch.ones(1, 3, 3, dtype=F64)).isfinite().all()
+
+
+def test_quintic_coefficients_are_minimax():
+    """Remez exchange in 60 digits: max |1 − x h(x²)| is equal at both ends and both inner extrema."""
+    low, high = mpmath.mpf("1e-6"), mpmath.mpf(1)
+    for c0, c1, c2 in QUINTIC[:-2]:
+        inner = [low + (high - low) * mpmath.mpf("0.3"), low + (high - low) * mpmath.mpf("0.75")]
+        for _ in range(100):
+            points = [low, *inner, high]
+            rows = mpmath.matrix([[x, x**3, x**5, (-1) ** i] for i, x in enumerate(points)])
+            a, b, c, error = mpmath.lu_solve(rows, mpmath.matrix([1, 1, 1, 1]))
+            root = mpmath.sqrt(9 * b * b - 20 * a * c)
+            moved = sorted(mpmath.sqrt((-3 * b + s * root) / (10 * c)) for s in (-1, 1))
+            done = sum(abs(x - y) for x, y in zip(inner, moved, strict=True)) < 1e-25
+            inner = moved
+            if done:
+                break
+        for ours, exact in zip((c0, c1, c2), (a, b, c), strict=True):
+            assert abs(ours - exact) <= 1e-15 * abs(exact) + 1e-15
+        low, high = 1 - abs(error), 1 + abs(error)
+    assert abs(error) < 2e-4  # from here two steps of the third order reach rounding: 2e-4 → 1e-12 → 0
+
+
+@pytest.mark.parametrize("kappa", [1e2, 1e8, 1e12])
+def test_quintic_is_converged(kappa):
+    p = matrix(log_spectrum(24, kappa), seed=1, batch=2) * 3
+    g = torch.randn(2, 24, 24, dtype=F64, generator=torch.Generator().manual_seed(1))
+    assert relative(quintic_sqrt(p), matrix_sqrt(p)) <= max(1e-13, 1e-17 * kappa)
+    exact = torch.stack(
+        [
+            torch.from_numpy(scipy.linalg.solve_continuous_lyapunov(q.numpy(), ((h + h.mT) / 2).numpy()))
+            for q, h in zip(matrix_sqrt(p), g, strict=True)
+        ]
+    )
+    assert relative(gradient(quintic_sqrt, p, g), exact) <= max(1e-11, 1e-18 * kappa)
+
+
+def test_quintic_gradient_at_short_rank_follows_the_exact_one():
+    p = torch.diag(torch.tensor([4.0, 1.0, 0.0, 0.0], dtype=F64))[None]
+    g = torch.ones(1, 4, 4, dtype=F64)
+    assert relative(gradient(quintic_sqrt, p, g), gradient(matrix_sqrt, p, g)) < 1e-6
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6, 1e12])
+def test_quintic_scales(scale):
+    assert relative(quintic_sqrt(P * scale), matrix_sqrt(P) * scale**0.5) < 1e-12
+    assert relative(gradient(quintic_sqrt, P * scale, G), gradient(matrix_sqrt, P, G) / scale**0.5) < 1e-11
+
+
+def test_taylor_and_pade_coefficients():
+    series = mpmath.taylor(lambda z: mpmath.sqrt(1 - z), 0, 10)
+    assert max(abs(a - b) for a, b in zip(taylor_coefficients(10), series, strict=True)) < 1e-15
+    numerator, denominator = mpmath.pade(series, 5, 5)
+    ours = pade_coefficients(5)
+    for mine, theirs in zip(ours, (numerator, denominator), strict=True):
+        assert max(abs(a - b) for a, b in zip(mine, theirs, strict=True)) < 1e-13
+
+
+@pytest.mark.parametrize("f, degree", [(mtp_sqrt, 10), (mpa_sqrt, 5)])
+def test_approximants_against_their_series_in_the_eigenbasis(f, degree):
+    values, u = torch.linalg.eigh(P)
+    norm = torch.linalg.matrix_norm(P)[:, None]
+    z = 1 - values / norm
+    if f is mtp_sqrt:
+        root = sum(c * z**k for k, c in enumerate(taylor_coefficients(degree)))
+    else:
+        top, bottom = (sum(c * z**k for k, c in enumerate(cs)) for cs in pade_coefficients(degree))
+        root = top / bottom
+    expected = (u * (root * norm.sqrt()).unsqueeze(-2)) @ u.mT
+    assert relative(f(P, degree), expected) < 1e-12
+
+
+@pytest.mark.parametrize("f", [mtp_sqrt, mpa_sqrt])
+def test_approximants_have_the_lyapunov_gradient(f):
+    """Of the approximate root, to the accuracy of eight cubic steps at this conditioning."""
+    p = matrix(torch.tensor([1.0, 0.8, 0.6, 0.5], dtype=F64), batch=1)
+    q = f(p)[0]
+    exact = scipy.linalg.solve_continuous_lyapunov(q.numpy(), ((G[0] + G[0].mT) / 2).numpy())
+    assert relative(gradient(f, p, G[:1])[0], torch.from_numpy(exact)) < 1e-6
+
+
+@pytest.mark.parametrize("f", [quintic_sqrt, mtp_sqrt, mpa_sqrt])
+def test_second_order_raises(f):
+    p = P[:1].clone().requires_grad_()
+    (grad,) = torch.autograd.grad(f(p).square().sum(), p, create_graph=True)
+    with pytest.raises(SecondOrderError):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("f", [quintic_sqrt, mtp_sqrt])
+def test_gradcheck(f):
+    well = matrix(torch.tensor([1.0, 0.9, 0.8], dtype=F64)).requires_grad_()
+    repeated = (2 * torch.eye(3, dtype=F64))[None].requires_grad_()
+    loose = {} if f is quintic_sqrt else {"atol": 1e-3, "rtol": 1e-3}  # the published gradient is that of the true root
+    assert torch.autograd.gradcheck(f, well, **loose)
+    assert torch.autograd.gradcheck(f, repeated, **loose)
+
+
+@pytest.mark.parametrize("f", [newton_schulz, quintic_sqrt, mtp_sqrt])
+def test_one_graph_under_compile_and_vmap(f):
+    p = P.clone().requires_grad_()
+    compiled = torch.compile(lambda m: f(m).sin().sum(), fullgraph=True)
+    (ours,) = torch.autograd.grad(compiled(p), p)
+    (eager,) = torch.autograd.grad(f(p).sin().sum(), p)
+    assert torch.allclose(ours, eager, atol=1e-12)
+    assert torch.allclose(torch.func.vmap(f)(P), f(P), atol=1e-14)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e6])
+def test_exponential_by_products(scale):
+    p = matrix(log_spectrum(6, 1e12), seed=2, batch=2) * scale
+    expected = torch.stack([torch.from_numpy(scipy.linalg.expm(-2 * a.numpy())) for a in p])
+    # scaling by 2^m costs scipy m digits in base two as well: compare with the eigenbasis where it is worse
+    values, u = torch.linalg.eigh(p)
+    exact = (u * torch.exp(-2 * values).unsqueeze(-2)) @ u.mT
+    bound = max(1e-13, 4e-16 * scale)
+    assert relative(exp_products(p), exact) <= bound
+    assert relative(exp_products(p), expected) <= 10 * bound
+
+
+def test_autocast_does_not_enter():
+    p = P.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for f in (newton_schulz, lambda m: newton_schulz(m, dtype=torch.float32)):
+            assert f(p).dtype == torch.float32
+            assert relative(f(p), newton_schulz(P)) < 1e-5
+        assert relative(quintic_sqrt(p), matrix_sqrt(P)) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: newton_schulz(torch.randn(2, 3)), "newton_schulz expects square"),
+        (lambda: newton_schulz(torch.eye(2), 0), "a number of steps of at least 1, got 0"),
+        (lambda: newton_schulz(torch.eye(2), dtype=torch.bfloat16), "float64 or torch.float32"),
+        (lambda: mtp_sqrt(torch.eye(2), 0), "a degree of at least 1"),
+        (lambda: mpa_sqrt(torch.eye(2), 2.5), "a degree of at least 1, got 2.5"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

@@ -1,0 +1,74 @@
+import pytest
+import torch
+
+from eigengrain import EigenSubset
+
+
+def members(text, d):
+    return EigenSubset.parse(text).mask(d).nonzero().flatten().tolist()
+
+
+@pytest.mark.parametrize(
+    "text, d, expected",
+    [
+        ("all", 4, [0, 1, 2, 3]),
+        (None, 2, [0, 1]),
+        ("top:1", 4, [0]),
+        ("top:4", 4, [0, 1, 2, 3]),
+        ("last:2", 5, [3, 4]),
+        ("top:1+last:2", 6, [0, 4, 5]),
+        (" top:1 + last:1 ", 3, [0, 2]),
+        ("top:3+last:3", 4, [0, 1, 2, 3]),
+        ("~(top:2)", 5, [2, 3, 4]),
+        ("~(top:1+last:1)", 5, [1, 2, 3]),
+    ],
+)
+def test_parse_and_mask(text, d, expected):
+    assert members(text, d) == expected
+
+
+@pytest.mark.parametrize("text", ["all", "top:206", "last:50", "top:1+last:50", "~(top:206)"])
+def test_string_round_trip(text):
+    subset = EigenSubset.parse(text)
+    assert str(subset) == text
+    assert EigenSubset.parse(str(subset)) == subset
+    assert hash(EigenSubset.parse(text)) == hash(subset)
+
+
+def test_algebra():
+    top, last = EigenSubset.largest(3), EigenSubset.smallest(4)
+    d = 6
+    assert torch.equal((top | last).mask(d), top.mask(d) | last.mask(d))
+    assert torch.equal((top & last).mask(d), top.mask(d) & last.mask(d))
+    assert torch.equal(top.complement().mask(d), ~top.mask(d))
+    assert top.complement().complement() == top
+    assert (top | last).covers(d)
+    assert not (top | last).covers(8)
+    assert EigenSubset.parse(top) is top
+
+
+def test_relative_gap():
+    values = torch.tensor([[4.0, 2.0, 1.9, 0.0], [1.0, 1.0, 0.5, 0.25]])
+    assert torch.allclose(EigenSubset.parse("top:2").relative_gap(values), torch.tensor([0.05, 0.5]))
+    assert torch.allclose(EigenSubset.parse("top:1+last:1").relative_gap(values), torch.tensor([0.5, 0.0]))
+    assert EigenSubset.all().relative_gap(values).isinf().all()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: EigenSubset.parse("top:300").mask(256), "'top:300' asks for 300 of 256 eigenvalues"),
+        (lambda: EigenSubset.parse("last:5+top:1").mask(4), "5 of 4"),
+        (lambda: EigenSubset.parse("~(all)").mask(4), "keeps none of 4"),
+        (lambda: EigenSubset.parse("~(top:4)").mask(4), "keeps none of 4"),
+        (lambda: EigenSubset.parse("top206"), "cannot read eigenvalue subset 'top206': expected 'all', 'top:k'"),
+        (lambda: EigenSubset.parse("top:-1"), "cannot read"),
+        (lambda: EigenSubset.parse("top:0"), "at least 1, got 0"),
+        (lambda: EigenSubset.parse(""), "cannot read"),
+        (lambda: EigenSubset.parse(206), "a string such as 'top:206', got int"),
+        (lambda: EigenSubset.largest(2.5), "whole number"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()

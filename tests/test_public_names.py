@@ -1,0 +1,23 @@
+"""Names that others rely on: this fails when one of them vanishes."""
+
+import eigengrain as eg
+import pytest
+
+FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs spectral_function ScalarFunction matrix_sqrt
+matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz quintic_sqrt mtp_sqrt mpa_sqrt EigenSubset
+GradientRule BACKENDS GRADIENTS SOLVERS""".split()
+
+
+@pytest.mark.parametrize("name", FUNCTIONAL)
+def test_functional(name):
+    assert hasattr(eg.functional, name)
+    assert name in eg.functional.__all__
+
+
+def test_top_level():
+    for name in ("functional", "EigenSubset", "__version__"):
+        assert hasattr(eg, name)
+        assert name in dir(eg)
+    assert set(eg.functional.__all__) == set(FUNCTIONAL)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        eg.nothing  # noqa: B018
