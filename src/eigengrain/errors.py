@@ -24,6 +24,6 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
         "unknown backend 'tosch': did you mean 'torch'? Choose from: torch, cpu"
     """
     known = list(choices)
-    near = get_close_matches(str(name), known, n=3, cutoff=0.5)
+    near = get_close_matches(str(name), known, n=3, cutoff=0.5) or [k for k in known if name and k.startswith(str(name))]
     hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
     return ValueError(f"unknown {kind} {name!r}: {hint}Choose from: {', '.join(known)}")

@@ -271,6 +271,15 @@ def _polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
     return out
 
 
+def _inverse(matrix: Tensor, smallest: float) -> Tensor:
+    """Inverse of symmetric matrices with eigenvalues in [smallest, 1] by Newton's iteration X ← X(2I − AX)."""
+    residual = (1 - smallest) / (1 + smallest)  # of the best multiple of the identity; each step squares it
+    x = _plus_identity(torch.zeros_like(matrix), 2 / (1 + smallest))
+    for _ in range(math.ceil(math.log2(math.log(1e-17) / math.log(residual)))):
+        x = x @ _plus_identity(-(matrix @ x), 2.0)
+    return x
+
+
 def mtp_sqrt(P: Tensor, degree: int = 10) -> Tensor:
     r"""Matrix Taylor polynomial (MTP): :math:`\sqrt{\|P\|_F}` times the series of :math:`(I - Z)^{1/2}`, Z = I − P/‖P‖_F.
 
@@ -288,9 +297,11 @@ def mtp_sqrt(P: Tensor, degree: int = 10) -> Tensor:
 
 
 def mpa_sqrt(P: Tensor, degree: int = 5) -> Tensor:
-    r"""Matrix Padé approximant (MPA): the diagonal [m/m] approximant of :math:`(I - Z)^{1/2}`, one linear solve.
+    r"""Matrix Padé approximant (MPA): the diagonal [m/m] approximant of :math:`(I - Z)^{1/2}`.
 
-    The gradient is the published one, eight cubic Lyapunov steps with the approximate root.
+    The published linear solve with the denominator is an inversion by products here: its eigenvalues lie between
+    :math:`(2m+1)/4^m` and 1, so that the number of Newton steps is known. The gradient is the published one, eight cubic
+    Lyapunov steps with the approximate root.
 
     Example:
         >>> mpa_sqrt(torch.eye(1) * 4)
@@ -304,7 +315,9 @@ def mpa_sqrt(P: Tensor, degree: int = 5) -> Tensor:
     return _published_approximant(
         P,
         "mpa_sqrt",
-        lambda z: _symmetric(torch.linalg.solve(_polynomial(z, denominator), _polynomial(z, numerator))),
+        lambda z: _symmetric(
+            _inverse(_polynomial(z, denominator), (2 * degree + 1) / 4**degree) @ _polynomial(z, numerator)
+        ),
     )
 
 
@@ -329,3 +342,30 @@ def exp_products(P: Tensor, factor: float = -2.0) -> Tensor:
         for step in range(_SQUARINGS):
             e = torch.where(step < halvings, 2 * e + e @ e, e)
         return _plus_identity(e, 1.0)
+
+
+#: square roots of the logarithm: they bring a condition number of 1e6 to 1.25
+_LOG_ROOTS = 6
+#: terms of log(1 + x) = Σ (−1)^{k+1} x^k/k for |x| ≤ 0.13
+_LOG_TERMS = 18
+
+
+def log_products(P: Tensor) -> Tensor:
+    """log P by repeated roots and a series, without gradient, for condition numbers up to 1e6.
+
+    It is for export, where no eigensolver is; training takes :func:`eigengrain.functional.matrix_log`.
+    """
+    check_square(P, "log_products")
+    if torch.is_grad_enabled() and P.requires_grad:
+        raise ValueError("the logarithm by matrix products has no gradient: train with solver='auto'")
+    p = _symmetric(to_compute(P))
+    scale = _unit_scale(_trace(p))
+    root = p / scale
+    for _ in range(_LOG_ROOTS):
+        root = _symmetric(_coupled_root(root, QUINTIC))
+    # the spectrum is now within [1.25^−1, 1]; about its middle the series needs few terms
+    middle = 0.9
+    x = _plus_identity(root / middle, -1.0)
+    series = [math.log(middle), *((-1) ** (k + 1) / k for k in range(1, _LOG_TERMS + 1))]
+    out = 2**_LOG_ROOTS * _polynomial(x, series)
+    return (out + torch.diag_embed(scale.log()[..., 0].expand(p.shape[:-1]))).to(P.device, output_dtype(P))

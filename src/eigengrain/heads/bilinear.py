@@ -1,0 +1,140 @@
+"""Bilinear pooling: the uncentred second moment of the features, and its improved form with a matrix square root."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eigengrain.functional import matrix_sqrt, triu_vector
+from eigengrain.functional._inputs import full_precision, output_dtype, to_compute
+from eigengrain.heads.base import Head
+from eigengrain.heads.registry import register_head
+
+
+def check_positive(who: str, name: str, value: float, why: str) -> None:
+    if not value > 0:
+        raise ValueError(f"{who}: {name} must be above 0, got {value!r}: {why}")
+
+
+def second_moment(x: Tensor) -> Tensor:
+    r"""Uncentred second moment of features, :math:`\frac1N X X^T`: (B, C, H, W) or (B, C, N) → (B, C, C), dtype kept."""
+    x = x.flatten(2)
+    with full_precision(x):
+        return x @ x.mT / x.shape[-1]
+
+
+def signed_sqrt(x: Tensor, eps: float = 1e-5) -> Tensor:
+    r"""Elementwise signed square root, :math:`\mathrm{sign}(x)\sqrt{|x| + \varepsilon}`.
+
+    The plain root has an infinite slope at 0. With ε, as it is in common use, the slope is at most
+    :math:`1/(2\sqrt\varepsilon)`; the price is a step of :math:`\pm\sqrt\varepsilon` at 0, where value and slope are 0.
+
+    Example:
+        >>> signed_sqrt(torch.tensor([-4.0, 0.0, 9.0]), eps=0.0)
+        tensor([-2.,  0.,  3.])
+    """
+    return x.sign() * (x.abs() + eps).sqrt()
+
+
+def power_normalise(vector: Tensor, eps: float = 1e-5) -> Tensor:
+    r"""Signed square root, then division by the ℓ2 norm: what bilinear vectors go through before the classifier.
+
+    A zero vector stays zero and gets a zero gradient.
+
+    Example:
+        >>> power_normalise(torch.tensor([9.0, -16.0]), eps=0.0)
+        tensor([ 0.6000, -0.8000])
+    """
+    return F.normalize(signed_sqrt(vector, eps), dim=-1)
+
+
+@register_head("bcnn")
+class BilinearPooling(Head):
+    r"""Bilinear pooling (B-CNN, both streams the same network): signed square root and ℓ2 norm of the second moment.
+
+    .. math:: A = \frac1N X X^T, \qquad
+       B = \mathrm{sign}(A) \circ \sqrt{|A| + \varepsilon}, \qquad v = \mathrm{vec}(B)/\|B\|_F
+
+    The features are not centred. Every entry off the diagonal comes twice, as published.
+
+    Args:
+        in_channels, reduce: as in :class:`Head`.
+        triangle: keep the upper triangle only, C(C+1)/2 numbers instead of C²; the norm is then that of the triangle.
+        eps: ε under the square root, see :func:`signed_sqrt`.
+
+    Raises:
+        ValueError: if ``eps`` is not positive, or the feature map does not fit.
+
+    Example:
+        >>> BilinearPooling(2)(torch.tensor([[[[3.0, 0.0]], [[0.0, 4.0]]]]))
+        tensor([[0.6000, 0.0000, 0.0000, 0.8000]])
+
+    References:
+        Lin, RoyChowdhury and Maji, Bilinear CNN Models for Fine-grained Visual Recognition, ICCV 2015.
+    """
+
+    def __init__(self, in_channels: int, reduce: int | None = None, triangle: bool = False, eps: float = 1e-5):
+        super().__init__(in_channels, reduce)
+        check_positive(type(self).__name__, "eps", eps, "the square root has an infinite slope at 0 without it")
+        self.triangle = triangle
+        self.eps = eps
+        self.out_features = self.channels * (self.channels + 1) // 2 if triangle else self.channels**2
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, channels, channels), before the elementwise normalisation."""
+        return second_moment(x.to(output_dtype(x)))
+
+    def pool(self, x: Tensor) -> Tensor:
+        matrix = self.matrix(x)
+        vector = triu_vector(matrix) if self.triangle else matrix.flatten(1)
+        return power_normalise(vector, self.eps)
+
+
+@register_head("bcnn-improved")
+class ImprovedBilinearPooling(BilinearPooling):
+    r"""Improved B-CNN: a matrix square root before the signed square root and the ℓ2 norm.
+
+    .. math:: A = \Big(\frac1N X X^T + \rho I\Big)^{1/2}, \qquad
+       B = \mathrm{sign}(A) \circ \sqrt{|A| + \varepsilon}, \qquad v = \mathrm{vec}(B)/\|B\|_F
+
+    The second moment is formed and its root taken in float64, with the exact gradient. ρ, a small positive number in the
+    paper, bounds the slope of the root by :math:`1/(2\sqrt\rho)`; it is measured in squared features, so networks whose
+    features are large want a larger one.
+
+    Args:
+        in_channels, reduce, triangle, eps: as in :class:`BilinearPooling`.
+        ridge: ρ.
+
+    Raises:
+        ValueError: if ``ridge`` or ``eps`` is not positive, or the feature map does not fit.
+        NonFiniteError: if the features contain NaN or infinity, naming the samples.
+
+    Example:
+        >>> head = ImprovedBilinearPooling(2, ridge=1e-12)
+        >>> head(torch.tensor([[[[9.0, 0.0]], [[0.0, 16.0]]]]))
+        tensor([[0.6000, 0.0000, 0.0000, 0.8000]])
+
+    References:
+        Lin and Maji, Improved Bilinear Pooling with CNNs, BMVC 2017.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduce: int | None = None,
+        triangle: bool = False,
+        eps: float = 1e-5,
+        ridge: float = 1e-3,
+    ):
+        super().__init__(in_channels, reduce, triangle, eps)
+        check_positive(type(self).__name__, "ridge", ridge, "the root of a singular matrix has no derivative")
+        self.ridge = ridge
+
+    def matrix(self, x: Tensor) -> Tensor:
+        moment = second_moment(to_compute(x))
+        ridge = self.ridge * torch.eye(self.channels, dtype=moment.dtype, device=moment.device)
+        root = matrix_sqrt(moment + ridge)
+        # Next to a dead channel the root is zero up to rounding. Counted as zero, or the signed root would turn the
+        # rounding's random signs into steps of ±√eps.
+        rounding = self.channels * torch.finfo(root.dtype).eps * root.detach().abs().amax((-2, -1), keepdim=True)
+        root = torch.where(root.abs() > rounding, root, 0.0)
+        return root.to(x.device, output_dtype(x))

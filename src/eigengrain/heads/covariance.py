@@ -1,0 +1,216 @@
+r"""The covariance head: reduce → covariance → normalise → branch → vectorise.
+
+MPN-COV, iSQRT-COV, MPA, MTP and the log-covariance of DeepO2P, each with and without the Scaling Eigen Branch, and the
+ablations of the paper are settings of this one head.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from eigengrain.errors import unknown_name
+from eigengrain.functional import (
+    EigenSubset,
+    GradientRule,
+    covariance,
+    eigh,
+    matrix_log,
+    matrix_power,
+    mpa_sqrt,
+    mtp_sqrt,
+    newton_schulz,
+    scaling_factor,
+    sqrt_covariance,
+    triu_vector,
+)
+from eigengrain.functional._inputs import output_dtype
+from eigengrain.functional.iterative import log_products
+from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.heads.base import Head
+from eigengrain.heads.registry import register_head
+from eigengrain.heads.scaling import FACTORS, EigenvalueFactor, MatrixFactor
+
+PATHS = ("both", "scaled")
+
+
+class Spectrum(NamedTuple):
+    """What a head saw in its last batch: descending eigenvalues of the covariance (B, d), and the factor s (B,) or None."""
+
+    eigenvalues: Tensor
+    factor: Tensor | None
+
+
+class CovarianceHead(Head):
+    r"""Normalised covariance pooling with an optional Scaling Eigen Branch; d(d+1)/2 numbers.
+
+    .. math:: A = f(P) \ \text{or}\ (1 + s)\,f(P) \ \text{or}\ s\,f(P), \qquad P = \tfrac1N (X - \bar X)(X - \bar X)^T
+
+    Args:
+        in_channels: channels of the feature map.
+        reduce: channels d after the 1 × 1 convolution; the paper has 256 for ResNets and none for VGG.
+        normalise: f. ``sqrt`` is exact (MPN-COV), ``newton-schulz`` iterates (iSQRT-COV), ``mpa`` and ``mtp`` are the Padé
+            and Taylor square roots, ``log`` is the logarithm of :math:`P + \varepsilon I` (DeepO2P), ``power`` is
+            :math:`P^p`, ``none`` is P.
+        seb: scale by the Scaling Eigen Branch. It has no parameters unless the factor is learned.
+        path: ``both`` for (1 + s) f(P), the paper's; ``scaled`` for s f(P) (Table 6).
+        factor: ``qs`` (the paper's), ``q``, ``s``, ``constant``, ``mlp-eigenvalues`` or ``mlp-matrix`` (Table 7). The
+            learned ones are :math:`\mathrm{ReLU}(\mathrm{MLP}(\cdot)) + 1` and stand alone, whatever ``path`` is.
+        constant: for ``factor="constant"``, which multiplies f(P) alone as well.
+        subset: eigenvalues that are kept, such as ``"top:206"``, in training and inference; for ``sqrt``, ``log`` and
+            ``power``.
+        cut: how a cut spectrum is differentiated, see :func:`eigengrain.functional.spectral_function`.
+        solver: of the square root, see :func:`eigengrain.functional.sqrt_covariance`; ``products`` needs no eigensolver, so
+            that the head exports (for ``log`` without a gradient).
+        gradient: of the square root, ``exact`` or a published rule.
+        steps: of Newton–Schulz.
+        degree: of the Taylor (10) or Padé (5) approximant.
+        power: p of ``power``.
+        epsilon: of ``log``, relative to the mean eigenvalue tr(P)/d.
+        isometric: multiply off-diagonal entries by √2; the paper does not.
+    """
+
+    rank_sensitive = True
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduce: int | None = None,
+        *,
+        normalise: str = "sqrt",
+        seb: bool = False,
+        path: str = "both",
+        factor: str = "qs",
+        constant: float = 100.0,
+        subset: EigenSubset | str | None = None,
+        cut: str = "exact",
+        solver: str = "auto",
+        gradient: str | GradientRule = "exact",
+        steps: int = 5,
+        degree: int | None = None,
+        power: float = 0.5,
+        epsilon: float = 1e-3,
+        isometric: bool = False,
+    ):
+        super().__init__(in_channels, reduce)
+        for kind, value, choices in (
+            ("normalisation", normalise, NORMALISATIONS),
+            ("path", path, PATHS),
+            ("scaling factor", factor, FACTORS),
+        ):
+            if value not in choices:
+                raise unknown_name(kind, value, choices)
+        self.out_features = self.channels * (self.channels + 1) // 2
+        self.normalise, self.seb, self.path, self.factor = normalise, seb, path, factor
+        self.constant, self.cut, self.solver = constant, cut, solver
+        self.gradient = GradientRule.of(gradient)
+        self.steps, self.degree, self.power, self.epsilon, self.isometric = steps, degree, power, epsilon, isometric
+        self.subset = EigenSubset.parse(subset)
+        self.learned_factor: nn.Module | None = None
+        if seb and factor == "mlp-eigenvalues":
+            self.learned_factor = EigenvalueFactor(self.channels)
+        elif seb and factor == "mlp-matrix":
+            self.learned_factor = MatrixFactor(self.channels)
+        #: filled at each forward pass while ``record_spectrum`` is True; for telemetry, never part of the state
+        self.record_spectrum = False
+        self.last_spectrum: Spectrum | None = None
+
+    @property
+    def subset(self) -> EigenSubset:
+        """Eigenvalues that are kept; may be set between forward passes."""
+        return self._subset
+
+    @subset.setter
+    def subset(self, value: EigenSubset | str | None) -> None:
+        subset = EigenSubset.parse(value)
+        if not subset.covers(self.channels):
+            subset.mask(self.channels)  # refuses what does not fit
+            if self.normalise not in ("sqrt", "log", "power") or self.solver == "products":
+                how = f"normalise={self.normalise!r}, solver={self.solver!r}"
+                raise ValueError(f"a head with {how} has no eigenvalues to choose from: use 'mpncov' with solver='auto'")
+        self._subset = subset
+
+    def matrix(self, x: Tensor) -> Tensor:
+        """The representation as a matrix (B, d, d), from the reduced map (B, d, H, W)."""
+        paper = self.seb and self.factor == "qs" and self.path == "both"
+        if self.normalise == "sqrt":
+            fused: dict[str, Any] = {
+                "subset": self.subset,
+                "cut": self.cut,
+                "solver": self.solver,
+                "gradient": self.gradient,
+            }
+            if self.record_spectrum:
+                q, eigenvalues = sqrt_covariance(x, paper, return_eigenvalues=True, **fused)
+                self._record(eigenvalues)
+            else:
+                q = sqrt_covariance(x, paper, **fused)
+            return q if paper or not self.seb else q * self._scale(covariance(x, dtype=torch.float64), q)
+        p = covariance(x, dtype=torch.float64)
+        if self.record_spectrum:
+            self._record(eigh(p.detach()).values)
+        q = NORMALISATIONS[self.normalise](self, p)
+        return q * self._scale(p, q) if self.seb else q
+
+    def _scale(self, p: Tensor, q: Tensor) -> Tensor:
+        """What multiplies f(P), (B, 1, 1)."""
+        if isinstance(self.learned_factor, MatrixFactor):
+            scale = self.learned_factor(q)
+        elif self.learned_factor is not None:
+            scale = self.learned_factor(eigh(p).values)
+        else:
+            solver = "products" if self.solver == "products" and self.factor == "qs" else "eigh"
+            scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver)
+            if self.path == "both" and self.factor != "constant":
+                scale = 1 + scale
+        return scale[:, None, None].to(q.dtype)
+
+    def _record(self, eigenvalues: Tensor) -> None:
+        factor = qs_and_slope(eigenvalues.double())[0] if self.seb and self.factor == "qs" else None
+        self.last_spectrum = Spectrum(eigenvalues, factor)
+
+    def pool(self, x: Tensor) -> Tensor:
+        return triu_vector(self.matrix(x), isometric=self.isometric).to(output_dtype(x))
+
+    def extra_repr(self) -> str:
+        branch = f", seb({self.factor}, {self.path})" if self.seb else ""
+        cut = "" if self.subset.covers(self.channels) else f", subset={self.subset}"
+        return f"normalise={self.normalise}{branch}{cut}"
+
+
+def _log(head: CovarianceHead, p: Tensor) -> Tensor:
+    """log(P + εI), ε relative to the mean eigenvalue, and 1e-12 at least so that a constant map has a logarithm."""
+    mean = p.diagonal(dim1=-2, dim2=-1).mean(-1)
+    ridge = (head.epsilon * mean).clamp_min(1e-12)
+    shifted = p + torch.diag_embed(ridge.unsqueeze(-1).expand(p.shape[:-1]))
+    if head.solver == "products":
+        return log_products(shifted)
+    return matrix_log(shifted, subset=head.subset, cut=head.cut)  # type: ignore[arg-type]
+
+
+#: f of the head by name; each takes the head's settings and the covariance in float64
+NORMALISATIONS: dict[str, Callable[[CovarianceHead, Tensor], Tensor]] = {
+    "sqrt": lambda head, p: p,  # goes from the features, not from here
+    "newton-schulz": lambda head, p: newton_schulz(p, head.steps),
+    "mpa": lambda head, p: mpa_sqrt(p, head.degree or 5),
+    "mtp": lambda head, p: mtp_sqrt(p, head.degree or 10),
+    "log": _log,
+    "power": lambda head, p: matrix_power(p, head.power, subset=head.subset, cut=head.cut),  # type: ignore[arg-type]
+    "none": lambda head, p: p,
+}
+
+#: name → f; each also with ``+seb``
+SYSTEMS = {"mpncov": "sqrt", "isqrt": "newton-schulz", "mpa": "mpa", "mtp": "mtp", "logcov": "log"}
+
+
+def _register(name: str, normalise: str, seb: bool) -> None:
+    @register_head(name)
+    def make(in_channels: int, reduce: int | None = None, **options: Any) -> Head:
+        settings: dict[str, Any] = {"normalise": normalise, "seb": seb} | options
+        return CovarianceHead(in_channels, reduce, **settings)
+
+
+for _name, _normalise in SYSTEMS.items():
+    _register(_name, _normalise, seb=False)
+    _register(_name + "+seb", _normalise, seb=True)

@@ -1,0 +1,153 @@
+"""Low-rank bilinear pooling: few channels, and a classifier whose matrices have low rank."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eigengrain.functional import triu_vector
+from eigengrain.functional._inputs import check_floating, full_precision, output_dtype
+from eigengrain.heads.base import Head
+from eigengrain.heads.bilinear import check_positive, second_moment
+from eigengrain.heads.registry import register_head
+from eigengrain.heads.sketch import check_whole_number
+
+
+def smooth_signed_sqrt(x: Tensor, eps: float = 1e-4) -> Tensor:
+    r"""Elementwise signed square root without a step at 0.
+
+    .. math:: \mathrm{sign}(x)\big(\sqrt{|x| + \varepsilon} - \sqrt\varepsilon\big)
+       = \frac{x}{\sqrt{|x| + \varepsilon} + \sqrt\varepsilon}
+
+    Its slope, :math:`1/(2\sqrt{|x| + \varepsilon})`, is continuous and largest at 0. The second form is the one that is
+    evaluated, because nothing cancels in it.
+
+    Example:
+        >>> smooth_signed_sqrt(torch.tensor([-3.0, 0.0, 8.0]), eps=1.0)
+        tensor([-1.,  0.,  2.])
+    """
+    return x / ((x.abs() + eps).sqrt() + eps**0.5)
+
+
+def _check_rank(who: str, rank: int) -> None:
+    check_whole_number(who, "rank", rank)
+    if rank % 2:
+        raise ValueError(f"{who}: rank must be even, got {rank}: half of the factors are positive, half are negative")
+
+
+class LowRankBilinearClassifier(nn.Module):
+    r"""Class scores that are differences of squared norms of projected features.
+
+    .. math:: f_k = \|U_{k+}^T \hat X\|_F^2 - \|U_{k-}^T \hat X\|_F^2 + b_k
+       = \langle U_{k+} U_{k+}^T - U_{k-} U_{k-}^T,\; \hat X \hat X^T \rangle + b_k
+
+    The second form is how it is computed: a linear classifier of the second moment whose matrices have rank r, so that
+    the cost does not depend on the number of positions.
+
+    Args:
+        channels: m, the size of the second moment.
+        num_classes: number of scores.
+        rank: r, even: r/2 columns in each :math:`U_{k+}` and in each :math:`U_{k-}`.
+
+    Shape:
+        the vector of :class:`LowRankBilinearPooling`, (..., m(m+1)/2) → (..., num_classes). ``factors`` is
+        (num_classes, rank, m), positive ones first.
+
+    Raises:
+        ValueError: for sizes below 1, an odd rank, or a vector that does not fit.
+
+    Example:
+        >>> classifier = LowRankBilinearClassifier(channels=10, num_classes=3, rank=4)
+        >>> classifier(torch.rand(2, 55)).shape
+        torch.Size([2, 3])
+    """
+
+    def __init__(self, channels: int, num_classes: int, rank: int = 8):
+        super().__init__()
+        who = type(self).__name__
+        check_whole_number(who, "channels", channels)
+        check_whole_number(who, "num_classes", num_classes)
+        _check_rank(who, rank)
+        self.channels = channels
+        self.rank = rank
+        self.in_features = channels * (channels + 1) // 2
+        self.out_features = num_classes
+        self.factors = nn.Parameter(torch.empty(num_classes, rank, channels))
+        self.bias = nn.Parameter(torch.empty(num_classes))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        # factors of unit length on average, so that a score is of the size of the second moment's eigenvalues
+        nn.init.normal_(self.factors, std=self.channels**-0.5)
+        nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
+
+    def forward(self, vector: Tensor) -> Tensor:
+        check_floating(vector, type(self).__name__)
+        if vector.ndim == 0 or vector.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__} expects vectors of {self.in_features} numbers, the upper triangle of a "
+                f"{self.channels} × {self.channels} matrix, got shape {tuple(vector.shape)}"
+            )
+        vector = vector.to(output_dtype(vector))
+        # the two parts of a score nearly cancel at times, so the difference is not for 16 bits
+        with full_precision(vector):
+            positive, negative = self.factors.to(vector.dtype).chunk(2, dim=1)  # (num_classes, rank/2, m) each
+            weight = positive.mT @ positive - negative.mT @ negative
+            return F.linear(vector, triu_vector(weight, isometric=True), self.bias.to(vector.dtype))
+
+
+@register_head("lrbp")
+class LowRankBilinearPooling(Head):
+    r"""Low-rank bilinear pooling: the second moment of features that are rooted, then projected to m channels.
+
+    .. math:: \hat X = \frac{1}{\sqrt N}\, P\, \mathrm{sign}(X) \circ \sqrt{|X|}, \qquad v = \mathrm{triu}(\hat X \hat X^T)
+
+    Signed square root and ℓ2 norm of the bilinear vector would not leave the score a quadratic form of the features, so
+    the root is taken of the features themselves, smoothed by :func:`smooth_signed_sqrt`, before the learned projection P,
+    which has neither batch normalisation nor ReLU. The triangle is isometric: entries off the diagonal carry
+    :math:`\sqrt2`. :meth:`classifier` gives the classifier of the method, :class:`LowRankBilinearClassifier`.
+
+    Args:
+        in_channels, reduce: as in :class:`Head`; ``reduce`` would come in addition to the projection.
+        project: m, channels after the projection; m(m+1)/2 numbers leave the head.
+        rank: of the classifier's matrices, even.
+        eps: of the root; its slope is at most :math:`1/(2\sqrt\varepsilon)`.
+
+    Raises:
+        ValueError: for sizes below 1, an odd rank, an ``eps`` that is not positive, or a feature map that does not fit.
+
+    Example:
+        >>> head = LowRankBilinearPooling(64, project=10)
+        >>> vector = head(torch.rand(2, 64, 7, 7))
+        >>> vector.shape, head.classifier(num_classes=5)(vector).shape
+        (torch.Size([2, 55]), torch.Size([2, 5]))
+
+    References:
+        Kong and Fowlkes, Low-rank Bilinear Pooling for Fine-Grained Classification, CVPR 2017.
+    """
+
+    quadratic = False
+
+    def __init__(self, in_channels: int, reduce: int | None = None, project: int = 100, rank: int = 8, eps: float = 1e-4):
+        super().__init__(in_channels, reduce)
+        who = type(self).__name__
+        check_whole_number(who, "project", project)
+        _check_rank(who, rank)
+        check_positive(who, "eps", eps, "the square root has an infinite slope at 0 without it")
+        self.project = project
+        self.rank = rank
+        self.eps = eps
+        self.out_features = project * (project + 1) // 2
+        self.projection = nn.Linear(self.channels, project, bias=False)
+        nn.init.orthogonal_(self.projection.weight)  # the paper starts from principal components, orthonormal rows too
+
+    def pool(self, x: Tensor) -> Tensor:
+        x = smooth_signed_sqrt(x.to(output_dtype(x)), self.eps).flatten(2)  # (B, C, N)
+        with full_precision(x):
+            projected = self.projection.weight.to(x.dtype) @ x  # (B, m, N)
+        return triu_vector(second_moment(projected), isometric=True)
+
+    def classifier(self, num_classes: int) -> LowRankBilinearClassifier:
+        return LowRankBilinearClassifier(self.project, num_classes, self.rank)

@@ -1,0 +1,103 @@
+r"""Moment embedding: mean and second moment in one matrix, its square root, and a sketch of that root."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eigengrain.functional._inputs import output_dtype, to_compute
+from eigengrain.functional.covariance import triu_vector
+from eigengrain.functional.fused import sqrt_covariance
+from eigengrain.functional.spectral import matrix_power
+from eigengrain.heads.base import Head
+from eigengrain.heads.bilinear import check_positive, second_moment
+from eigengrain.heads.low_rank import smooth_signed_sqrt
+from eigengrain.heads.registry import register_head
+from eigengrain.heads.sketch import TensorSketch
+
+
+def homogeneous(x: Tensor) -> Tensor:
+    r"""Features with a 1 in front, :math:`Z = (1, x_n^T)^T`: (B, C, …) → (B, C + 1, N) in float64."""
+    return F.pad(to_compute(x.flatten(2)), (0, 0, 1, 0), value=1.0)
+
+
+def moment_root(x: Tensor) -> Tensor:
+    r"""Square root of the moment matrix, :math:`(Z Z^T/N)^{1/2}`: features (B, C, …) → (B, C + 1, C + 1).
+
+    With Z and −Z together the mean is zero and the covariance is the moment matrix, so that the root comes from
+    :func:`sqrt_covariance`, whose gradient is bounded at every rank, although Z itself is not centred.
+    """
+    z = homogeneous(x)
+    return sqrt_covariance(torch.cat([z, -z], -1)).to(x.device, output_dtype(x))
+
+
+def moment_fourth_root(x: Tensor) -> Tensor:
+    r"""Fourth root of the moment matrix, :math:`(Z Z^T/N)^{1/4}`: features (B, C, …) → (B, C + 1, C + 1).
+
+    Its rows r are features whose sum of :math:`r r^T` is the square root, which is what a sketch needs.
+    """
+    return matrix_power(second_moment(homogeneous(x)), 0.25).to(x.device, output_dtype(x))
+
+
+@register_head("monet")
+class MomentEmbedding(Head):
+    r"""MoNet: square root of the moment matrix of the features, sketched or whole, then signed square root and ℓ2 norm.
+
+    .. math:: M = \frac1N \sum_n \begin{pmatrix} 1 \\ x_n \end{pmatrix} \begin{pmatrix} 1 & x_n^T \end{pmatrix}
+       = \begin{pmatrix} 1 & \mu^T \\ \mu & \frac1N X X^T \end{pmatrix}, \qquad
+       y = \phi(M^{1/2}) \;\text{ or }\; \mathrm{triu}(M^{1/2})
+
+    The paper takes the root of the features, :math:`Z = U \Sigma V^T` to :math:`U \Sigma^{1/2} V^T`, and pools after that,
+    so that compact pooling can follow. Derivatives of U and V apart are infinite at equal singular values. The same
+    vector follows from the matrix alone, whose functions have exact and finite ones: a tensor sketch φ is linear in the
+    sum of outer products that it pools, so the rows of :math:`M^{1/4}`, whose sum of outer products is :math:`M^{1/2}`,
+    sketch to the same numbers as the paper's features. Everything spectral is done in float64.
+
+    Args:
+        in_channels, reduce: as in :class:`Head`.
+        compact: sketch the root; else its upper triangle, (C+1)(C+2)/2 numbers, whose entries off the diagonal carry
+            :math:`\sqrt2` so that inner products are those of the whole matrix.
+        out_features: length of the sketch, 10,000 when None, as published; only with ``compact``.
+        seed: of the sketch, which is saved with the state of the head.
+        eps: under the elementwise root, see :func:`smooth_signed_sqrt`.
+
+    Raises:
+        ValueError: for an out_features below 1, or without ``compact``, or an eps that is not positive.
+        NonFiniteError: if the features contain NaN or infinity, naming the samples.
+        SecondOrderError: in a second backward pass.
+
+    Example:
+        >>> MomentEmbedding(16)(torch.rand(2, 16, 7, 7)).shape
+        torch.Size([2, 10000])
+        >>> MomentEmbedding(16, compact=False)(torch.rand(2, 16, 7, 7)).shape
+        torch.Size([2, 153])
+
+    References:
+        Gou, Xiong, Camps and Sznaier, MoNet: Moments Embedding Network, CVPR 2018.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduce: int | None = None,
+        compact: bool = True,
+        out_features: int | None = None,
+        seed: int = 0,
+        eps: float = 1e-6,
+    ):
+        super().__init__(in_channels, reduce)
+        check_positive("monet", "eps", eps, "the square root has an infinite slope at 0 without it")
+        if out_features is not None and not compact:
+            raise ValueError(f"monet: out_features={out_features} is for the sketch: drop compact=False, or leave it out")
+        self.eps = eps
+        self.sketch: TensorSketch | None = None
+        self.out_features = (self.channels + 1) * (self.channels + 2) // 2
+        if compact:
+            self.out_features = 10_000 if out_features is None else out_features
+            self.sketch = TensorSketch(self.channels + 1, self.out_features, seed=seed)
+
+    def pool(self, x: Tensor) -> Tensor:
+        if self.sketch is not None:
+            vector = smooth_signed_sqrt(self.sketch.pool(moment_fourth_root(x)), self.eps)
+        else:
+            vector = triu_vector(smooth_signed_sqrt(moment_root(x), self.eps), isometric=True)
+        return F.normalize(vector, dim=-1)

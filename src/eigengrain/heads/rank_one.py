@@ -1,0 +1,137 @@
+"""Bilinear pooling whose leading direction is damped by a rank-one update: matrix–vector products in place of a root."""
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from eigengrain.functional._inputs import full_precision, output_dtype
+from eigengrain.functional.covariance import triu_vector
+from eigengrain.heads.base import Head
+from eigengrain.heads.bilinear import check_positive, second_moment
+from eigengrain.heads.low_rank import smooth_signed_sqrt
+from eigengrain.heads.registry import register_head
+from eigengrain.heads.sketch import TensorSketch, check_whole_number
+
+
+def unit(v: Tensor) -> Tensor:
+    """Vectors (..., C) at length 1, differentiably; a zero vector stays zero and gets a zero gradient."""
+    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
+    return torch.where(length > 0, v / torch.where(length > 0, length, 1.0), 0.0)
+
+
+def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: float) -> Tensor:
+    r"""Features with their leading left singular direction damped, as K power iterations find it.
+
+    .. math:: v_k = X X^T v_{k-1}, \qquad X' = \Big(I - \epsilon\,\frac{v_K v_K^T}{\|v_K\|^2}\Big) X
+
+    Args:
+        x: features (B, C, N), float32 or float64.
+        start: :math:`v_0`, (C,) or (B, C).
+        iterations: K.
+        epsilon: 0 leaves the features alone, 1 takes the direction out.
+
+    Returns:
+        (B, C, N). Where nothing is left but rounding, as with ε = 1 and features of rank one, it is zero.
+    """
+    with full_precision(x):
+        v = start.to(x).expand(x.shape[:2])
+        for _ in range(iterations):
+            # the lengths cancel in the end; without this they are λ₁ᴷ, which float32 cannot always hold
+            v = unit((x @ (v.unsqueeze(-2) @ x).mT).squeeze(-1))
+        out = x - epsilon * v.unsqueeze(-1) * (v.unsqueeze(-2) @ x)
+    before, after = (torch.linalg.vector_norm(t.detach(), dim=(-2, -1), keepdim=True) for t in (x, out))
+    return torch.where(after > 16 * torch.finfo(x.dtype).eps * before, out, 0.0)
+
+
+@register_head("run")
+class RankOneUpdatePooling(Head):
+    r"""Rank-one update normalisation (RUN) of bilinear pooling, full or compact.
+
+    .. math:: v_k = X X^T v_{k-1}, \qquad X' = \Big(I - \epsilon\,\frac{v_K v_K^T}{\|v_K\|^2}\Big) X, \qquad
+       B = \frac1N X' X'^T = \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big) \frac{X X^T}{N}
+       \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big)
+
+    The features are not centred, so that their largest eigenvalue, mostly that of the mean, towers above the others; a
+    few power iterations find its direction and damp it by 1 − ε. Being a change of the features it also serves compact
+    pooling, where no matrix is left to normalise. Signed square root and ℓ2 norm follow, as in bilinear pooling. The
+    gradient goes through the iterations.
+
+    **Start.** The paper draws :math:`v_0` from a normal distribution in each pass. Here it is one draw, by ``seed``, kept
+    in the state of the head: the same image then has the same vector in training, evaluation and after a checkpoint.
+    ``resample=True`` draws anew for each image in training, from torch's own generator as dropout does; evaluation
+    uses the kept one in any case.
+
+    Args:
+        in_channels, reduce: as in :class:`Head`.
+        iterations: K, power iterations.
+        epsilon: ε in (0, 1].
+        compact: sketch the second moment (:class:`TensorSketch`) in place of its upper triangle, C(C+1)/2 numbers, whose
+            entries off the diagonal carry :math:`\sqrt2` so that inner products are those of the whole matrix.
+        out_features: length of the sketch, 8192 when None; only with ``compact``.
+        seed: of :math:`v_0` and of the sketch.
+        resample: see above.
+        eps: under the square root, see :func:`smooth_signed_sqrt`.
+
+    Raises:
+        ValueError: for iterations or out_features below 1, out_features without ``compact``, an epsilon outside (0, 1], or
+            an eps that is not positive.
+
+    Example:
+        >>> RankOneUpdatePooling(64)(torch.rand(2, 64, 7, 7)).shape
+        torch.Size([2, 2080])
+        >>> RankOneUpdatePooling(64, compact=True, out_features=512)(torch.rand(2, 64, 7, 7)).shape
+        torch.Size([2, 512])
+
+    References:
+        Yu, Cai and Li, Toward Faster and Simpler Matrix Normalization via Rank-1 Update, ECCV 2020.
+    """
+
+    start: Tensor
+
+    def __init__(
+        self,
+        in_channels: int,
+        reduce: int | None = None,
+        iterations: int = 2,
+        epsilon: float = 1.0,
+        compact: bool = False,
+        out_features: int | None = None,
+        seed: int = 0,
+        resample: bool = False,
+        eps: float = 1e-6,
+    ):
+        super().__init__(in_channels, reduce)
+        check_whole_number("run", "iterations", iterations)
+        if not 0 < epsilon <= 1:
+            raise ValueError(f"run: epsilon must be above 0 and at most 1, got {epsilon!r}: 1 takes the direction out")
+        check_positive("run", "eps", eps, "the square root has an infinite slope at 0 without it")
+        if out_features is not None and not compact:
+            raise ValueError(f"run: out_features={out_features} is for the sketch: add compact=True, or leave it out")
+        self.iterations = iterations
+        self.epsilon = epsilon
+        self.resample = resample
+        self.eps = eps
+        self.register_buffer("start", torch.randn(self.channels, generator=torch.Generator().manual_seed(seed)))
+        self.sketch: TensorSketch | None = None
+        self.out_features = self.channels * (self.channels + 1) // 2
+        if compact:
+            self.out_features = 8192 if out_features is None else out_features
+            self.sketch = TensorSketch(self.channels, self.out_features, seed=seed)
+
+    def damped(self, x: Tensor) -> Tensor:
+        """(B, channels, H, W) → (B, channels, N), the features after the update."""
+        x = x.to(output_dtype(x)).flatten(2)
+        fresh = self.resample and self.training
+        start = torch.randn(x.shape[:2], dtype=x.dtype, device=x.device) if fresh else self.start
+        return damp_leading_direction(x, start, self.iterations, self.epsilon)
+
+    def pool(self, x: Tensor) -> Tensor:
+        x = self.damped(x)
+        if self.sketch is not None:
+            vector = smooth_signed_sqrt(self.sketch.pool(x.mT) / x.shape[-1], self.eps)
+        else:
+            vector = triu_vector(smooth_signed_sqrt(second_moment(x), self.eps), isometric=True)
+        return F.normalize(vector, dim=-1)
+
+    def extra_repr(self) -> str:
+        return f"iterations={self.iterations}, epsilon={self.epsilon}, resample={self.resample}"

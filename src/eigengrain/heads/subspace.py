@@ -1,0 +1,171 @@
+"""Pooling on the Grassmann manifold: the leading subspace of the features, without their magnitudes."""
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from eigengrain.functional._inputs import check_floating, full_precision, output_dtype, to_compute
+from eigengrain.functional.covariance import triu_vector
+from eigengrain.functional.scalar import ScalarFunction
+from eigengrain.functional.spectral import spectral_function
+from eigengrain.heads.base import Head
+from eigengrain.heads.registry import register_head
+from eigengrain.heads.sketch import check_whole_number
+
+
+class LeadingSubspace(ScalarFunction):
+    r"""1 for the k largest eigenvalues and 0 for the others; :math:`K_{ij} = 1/(\lambda_i - \lambda_j)` across the cut.
+
+    It is the cut spectral function with f = 1 kept, and two cases more. Null eigenvalues count as dropped, because no
+    direction among them is before another. And where the cut separates eigenvalues that are equal to rounding, so that
+    the subspace is not unique and no derivative exists, that pair contributes 0 in place of an infinity.
+    """
+
+    semidefinite = True
+
+    def __init__(self, k: int):
+        self.k = k
+        self.name = f"leading_subspace(k={k})"
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return ((torch.arange(x.shape[-1], device=x.device) < self.k) & (x > 0)).to(x.dtype)
+
+    def divided_difference(self, a: Tensor, b: Tensor) -> Tensor:
+        """``a`` (*, d, 1) and ``b`` (*, 1, d) are the same descending eigenvalues."""
+        kept = self(b)
+        rise = kept.mT - kept
+        run = a - b
+        level = b.shape[-1] * torch.finfo(b.dtype).eps * b[..., :1]
+        across = (rise != 0) & (run.abs() > level)
+        return torch.where(across, rise / torch.where(across, run, 1.0), 0.0)
+
+
+class SubspaceClassifier(nn.Module):
+    r"""Class scores that are projection kernels between the image's subspace and a subspace of each class.
+
+    .. math:: f_c = \|W_c^T U_k\|_F^2 + b_c = \langle W_c W_c^T,\; U_k U_k^T \rangle + b_c, \qquad W_c \in R^{C \times r}
+
+    The second form is how it is computed: a linear classifier of the projector whose matrices have rank r, with C·r
+    numbers a class in place of C(C+1)/2. Weights need not be orthonormal: their lengths are the scale of the scores.
+
+    Args:
+        channels: C, the size of the projector.
+        num_classes: number of scores.
+        rank: r.
+
+    Shape:
+        the vector of :class:`GrassmannPooling`, (..., C(C+1)/2) → (..., num_classes). ``basis`` is (num_classes, r, C).
+
+    Raises:
+        ValueError: for sizes below 1, or a vector that does not fit.
+
+    Example:
+        >>> head = GrassmannPooling(in_channels=8, k=2)
+        >>> SubspaceClassifier(8, num_classes=5, rank=2)(head(torch.rand(3, 8, 4, 4))).shape
+        torch.Size([3, 5])
+    """
+
+    def __init__(self, channels: int, num_classes: int, rank: int):
+        super().__init__()
+        for name, value in (("channels", channels), ("num_classes", num_classes), ("rank", rank)):
+            check_whole_number(type(self).__name__, name, value)
+        self.channels = channels
+        self.rank = rank
+        self.in_features = channels * (channels + 1) // 2
+        self.out_features = num_classes
+        self.basis = nn.Parameter(torch.empty(num_classes, rank, channels))
+        self.bias = nn.Parameter(torch.empty(num_classes))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.basis, std=self.channels**-0.5)  # vectors of unit length on average
+        nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
+
+    def forward(self, vector: Tensor) -> Tensor:
+        check_floating(vector, type(self).__name__)
+        if vector.ndim == 0 or vector.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__} expects vectors of {self.in_features} numbers, the upper triangle of a "
+                f"{self.channels} × {self.channels} projector, got shape {tuple(vector.shape)}"
+            )
+        vector = vector.to(output_dtype(vector))
+        with full_precision(vector):
+            basis = self.basis.to(vector.dtype)
+            return F.linear(vector, triu_vector(basis.mT @ basis, isometric=True), self.bias.to(vector.dtype))
+
+
+@register_head("gp")
+class GrassmannPooling(Head):
+    r"""Grassmann pooling: the projector onto the k leading left singular vectors of the features; C(C+1)/2 numbers.
+
+    .. math:: X = U \Sigma V^T \in R^{C \times N}, \qquad v = \mathrm{triu}(U_k U_k^T)
+
+    The features are not centred and their singular values are gone, so v does not change when they are scaled.
+    Off-diagonal entries carry a factor :math:`\sqrt2`, which makes inner products of two vectors the projection kernel
+    :math:`\|U_k^T U_k'\|_F^2`, the sum of squared cosines of the principal angles; :math:`\|v\|^2 = k`.
+
+    **Gradient.** It is the exact one of the projector, a spectral function of :math:`X X^T` that is cut after k:
+    :math:`1/(\lambda_i - \lambda_j)` for i kept and j dropped, and 0 otherwise. Nothing bounds it: it grows as one over
+    :math:`\lambda_k - \lambda_{k+1}`, because the subspace itself turns faster the closer the two are; where they are
+    equal it is not unique. Eigenvalues apart by less than rounding, :math:`C\,\varepsilon\,\lambda_1`, count as equal, and
+    that pair contributes 0. Clip gradients in training; :meth:`EigenSubset.relative_gap` measures how close a cut is.
+    Features of rank below k (fewer than k positions, dead channels) give the projector onto their whole span.
+
+    Args:
+        in_channels: channels of the feature map.
+        reduce: channels left by a 1 × 1 convolution in front.
+        k: dimension of the subspace; 16, but at most half the channels, when None.
+        class_rank: factorise the classifier as the paper does, with a subspace of this dimension for each class, see
+            :class:`SubspaceClassifier`; None gives a linear layer on v.
+
+    Raises:
+        ValueError: for a k that is not below the number of channels, where the projector is the identity whatever the
+            features are, or a class_rank outside 1 … channels.
+        SecondOrderError: in a second backward pass.
+
+    Example:
+        >>> head = GrassmannPooling(in_channels=3, k=1)
+        >>> head(torch.tensor([1.0, 0.0, 0.0]).reshape(1, 3, 1, 1) * torch.ones(1, 3, 2, 2))
+        tensor([[1., 0., 0., 0., 0., 0.]])
+
+    References:
+        Wei, Zhang, Gong, Zhang and Zheng, Grassmann Pooling as Compact Homogeneous Bilinear Pooling for Fine-Grained
+        Visual Classification, ECCV 2018.
+    """
+
+    def __init__(self, in_channels: int, reduce: int | None = None, k: int | None = None, class_rank: int | None = None):
+        super().__init__(in_channels, reduce)
+        self.k = max(1, min(16, self.channels // 2)) if k is None else k
+        check_whole_number("gp", "k", self.k)
+        if self.k >= self.channels:
+            raise ValueError(
+                f"gp needs k below the number of channels, got k={self.k} of {self.channels}: the projector onto all "
+                "channels is the identity, whatever the features are"
+            )
+        if class_rank is not None:
+            check_whole_number("gp", "class_rank", class_rank)
+            if class_rank > self.channels:
+                raise ValueError(f"gp needs a class_rank of at most {self.channels} (the channels), got {class_rank}")
+        self.class_rank = class_rank
+        self.out_features = self.channels * (self.channels + 1) // 2
+
+    def projector(self, x: Tensor) -> Tensor:
+        """(B, channels, …) → (B, channels, channels), symmetric and idempotent, of rank k at most."""
+        features = to_compute(x.flatten(2))
+        # beyond the number of positions every eigenvalue is null, whatever rounding leaves there
+        leading = LeadingSubspace(min(self.k, features.shape[-1]))
+        return spectral_function(features @ features.mT, leading).to(x.device, output_dtype(x))
+
+    def pool(self, x: Tensor) -> Tensor:
+        return triu_vector(self.projector(x), isometric=True)
+
+    def classifier(self, num_classes: int) -> nn.Module:
+        if self.class_rank is None:
+            return super().classifier(num_classes)
+        return SubspaceClassifier(self.channels, num_classes, self.class_rank)
+
+    def extra_repr(self) -> str:
+        return f"k={self.k}, class_rank={self.class_rank}"

@@ -1,0 +1,174 @@
+"""The covariance head and its settings against NumPy, sample by sample."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+
+from eigengrain.functional import GradientRule
+from eigengrain.heads import CovarianceHead, create_head
+from eigengrain.heads.covariance import SYSTEMS
+from spectral_cases import F64, generator
+
+D = 5
+X = torch.randn(3, D, 4, 6, dtype=F64, generator=generator(0)) * 0.8
+
+
+def naive_root(name, p):
+    eye = np.eye(len(p))
+    if name == "mpncov":
+        return np.real(scipy.linalg.sqrtm(p))
+    if name == "logcov":
+        return scipy.linalg.logm(p + 1e-3 * np.trace(p) / len(p) * eye)
+    if name == "isqrt":
+        y, z = p / np.trace(p), eye
+        for _ in range(5):
+            t = (3 * eye - z @ y) / 2
+            y, z = y @ t, t @ z
+        return y * np.sqrt(np.trace(p))
+    norm = np.linalg.norm(p)
+    lam, u = np.linalg.eigh(p / norm)
+    z = 1 - lam
+    if name == "mtp":
+        term, root = np.ones_like(z), np.ones_like(z)
+        for k in range(1, 11):
+            term = term * z * (k - 1.5) / k
+            root = root + term
+    else:  # the [5/5] approximant as a continued product of its partial fractions
+        angles = np.arange(1, 6) * np.pi / 11
+        root = 1 - sum(2 / 11 * np.sin(t) ** 2 * z / (1 - np.cos(t) ** 2 * z) for t in angles)
+    return (u * root) @ u.T * np.sqrt(norm)
+
+
+def naive(name, x, seb, path="both", factor="qs"):
+    rows = []
+    for item in x.flatten(2).numpy():
+        p = np.cov(item, bias=True)
+        q = naive_root(name, p)
+        if seb:
+            root, decay = np.real(scipy.linalg.sqrtm(p)), scipy.linalg.expm(-p)
+            s = {"qs": root @ decay.T, "q": root, "s": decay}[factor]
+            q = (np.linalg.norm(s) + (path == "both")) * q
+        rows.append(q[np.triu_indices(D)])
+    return torch.from_numpy(np.stack(rows))
+
+
+@pytest.mark.parametrize("seb", [False, True])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_forward(name, seb):
+    head = create_head(name + "+seb" * seb, D)
+    assert head.out_features == D * (D + 1) // 2
+    assert sum(p.numel() for p in head.parameters()) == 0
+    assert torch.allclose(head(X), naive(name, X, seb), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("path", ["both", "scaled"])
+@pytest.mark.parametrize("factor", ["qs", "q", "s"])
+def test_paths_and_factors(factor, path):
+    head = create_head("mpncov+seb", D, path=path, factor=factor)
+    assert torch.allclose(head(X), naive("mpncov", X, True, path, factor), rtol=1e-10, atol=1e-12)
+
+
+def test_constant_factor():
+    assert torch.allclose(create_head("mpncov+seb", D, factor="constant")(X), 100 * create_head("mpncov", D)(X))
+
+
+@pytest.mark.parametrize("factor", ["mlp-eigenvalues", "mlp-matrix"])
+def test_learned_factors(factor):
+    torch.manual_seed(0)
+    head = create_head("mpncov+seb", D, factor=factor).double()
+    plain = create_head("mpncov", D)(X)
+    scale = head(X) / plain
+    assert torch.allclose(scale, scale[:, :1].expand_as(scale), rtol=1e-9)  # one number a sample …
+    assert (scale >= 1 - 1e-12).all()  # … ReLU(MLP) + 1
+    roots = {"mlp-eigenvalues": torch.linalg.eigvalsh(create_head("mpncov", D).matrix(X)).flip(-1), "mlp-matrix": plain}
+    assert torch.allclose(head.learned_factor.mlp(roots[factor]).squeeze(-1) + 1, scale[:, 0], rtol=1e-9)
+    x = X.clone().requires_grad_()
+    assert torch.autograd.gradcheck(head, x)
+
+
+@pytest.mark.parametrize("name", [n + s for n in SYSTEMS for s in ("", "+seb")])
+def test_gradcheck(name):
+    x = (torch.randn(1, 3, 3, 4, dtype=F64, generator=generator(1))).requires_grad_()
+    # MPA and MTP have the published gradient: that of the true root, which their value approximates
+    loose = {"atol": 0.05, "rtol": 0.05} if name.startswith(("mpa", "mtp")) else {}
+    assert torch.autograd.gradcheck(create_head(name, 3), x, **loose)
+
+
+def test_subsets_may_change_between_passes():
+    head = create_head("mpncov", D)
+    whole = head(X)
+    head.subset = "top:2"
+    top = head(X)
+    head.subset = "~(top:2)"
+    assert torch.allclose(top + head(X), whole, atol=1e-13)
+    head.subset = None
+    assert torch.equal(head(X), whole)
+
+
+def test_settings_compose():
+    power = CovarianceHead(D, normalise="power", power=0.3)(X)
+    lam, u = np.linalg.eigh(np.cov(X[0].flatten(1).numpy(), bias=True))
+    assert np.allclose(power[0].numpy(), ((u * lam**0.3) @ u.T)[np.triu_indices(D)])
+    raw = CovarianceHead(D, normalise="none", isometric=True)(X)
+    assert torch.allclose(raw.norm(dim=1)[0], torch.tensor(np.linalg.norm(lam)))
+    products = create_head("mpncov+seb", D, solver="products")(X)
+    assert torch.allclose(products, create_head("mpncov+seb", D)(X), rtol=1e-9)
+    logarithm = create_head("logcov", D, solver="products")(X)
+    assert torch.allclose(logarithm, create_head("logcov", D)(X), rtol=1e-9)
+    rule = create_head("mpncov+seb", D, gradient=GradientRule("taylor", degree=9))
+    assert torch.allclose(rule(X), create_head("mpncov+seb", D)(X), rtol=1e-9)
+
+
+def test_reduction_adds_exactly_a_convolution_and_a_norm():
+    head = create_head("mpncov+seb", 16, reduce=4)
+    assert sum(p.numel() for p in head.parameters()) == 16 * 4 + 2 * 4
+    assert head.out_features == 10
+    assert head(torch.randn(2, 16, 5, 5)).shape == (2, 10)
+
+
+def test_spectrum_is_recorded_on_request_only():
+    head = create_head("mpncov+seb", D)
+    head(X)
+    assert head.last_spectrum is None
+    head.record_spectrum = True
+    for name in ("mpncov+seb", "isqrt+seb"):
+        head = create_head(name, D)
+        head.record_spectrum = True
+        head(X)
+        expected = torch.stack([torch.linalg.eigvalsh(torch.cov(x.flatten(1), correction=0)).flip(-1) for x in X])
+        assert torch.allclose(head.last_spectrum.eigenvalues, expected)
+        assert torch.allclose(head.last_spectrum.factor, (expected * torch.exp(-2 * expected)).sum(1).sqrt())
+        assert not [k for k in head.state_dict() if "spectrum" in k]
+
+
+def test_constant_maps_are_finite_for_every_system():
+    for name in SYSTEMS:
+        for branch in ("", "+seb"):
+            x = torch.full((2, D, 3, 3), 0.7, requires_grad=True)
+            y = create_head(name + branch, D)(x)
+            y.sum().backward()
+            assert y.isfinite().all()
+            assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: create_head("mpnocv", 4), "unknown head 'mpnocv': did you mean 'mpncov'"),
+        (lambda: create_head("mpncov", 4, step=3), "head 'mpncov': got an unexpected keyword argument 'step'"),
+        (lambda: create_head("mpncov", 4, normalise="sqr"), "unknown normalisation 'sqr': did you mean 'sqrt'"),
+        (lambda: create_head("mpncov+seb", 4, factor="mlp"), "unknown scaling factor 'mlp': did you mean"),
+        (lambda: create_head("mpncov", 4, subset="top:5"), "asks for 5 of 4 eigenvalues"),
+        (lambda: create_head("isqrt", 4, subset="top:2"), "no eigenvalues to choose from: use 'mpncov'"),
+        (lambda: create_head("mpncov", 0), "in_channels must be a whole number of at least 1, got 0"),
+        (
+            lambda: create_head("mpncov", 4)(torch.randn(2, 3, 5, 5)),
+            r"expects a feature map \(B, 4, H, W\), got \(2, 3, 5, 5\)",
+        ),
+        (lambda: create_head("mpncov", 4)(torch.randn(2, 4)), r"got \(2, 4\)"),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
