@@ -2,49 +2,12 @@
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from eigengrain.functional import matrix_sqrt, triu_vector
-from eigengrain.functional._inputs import full_precision, output_dtype, to_compute
+from eigengrain.functional._inputs import output_dtype, to_compute
 from eigengrain.heads.base import Head
+from eigengrain.heads.pieces import check_positive, power_normalise, second_moment
 from eigengrain.heads.registry import register_head
-
-
-def check_positive(who: str, name: str, value: float, why: str) -> None:
-    if not value > 0:
-        raise ValueError(f"{who}: {name} must be above 0, got {value!r}: {why}")
-
-
-def second_moment(x: Tensor) -> Tensor:
-    r"""Uncentred second moment of features, :math:`\frac1N X X^T`: (B, C, H, W) or (B, C, N) → (B, C, C), dtype kept."""
-    x = x.flatten(2)
-    with full_precision(x):
-        return x @ x.mT / x.shape[-1]
-
-
-def signed_sqrt(x: Tensor, eps: float = 1e-5) -> Tensor:
-    r"""Elementwise signed square root, :math:`\mathrm{sign}(x)\sqrt{|x| + \varepsilon}`.
-
-    The plain root has an infinite slope at 0. With ε, as it is in common use, the slope is at most
-    :math:`1/(2\sqrt\varepsilon)`; the price is a step of :math:`\pm\sqrt\varepsilon` at 0, where value and slope are 0.
-
-    Example:
-        >>> signed_sqrt(torch.tensor([-4.0, 0.0, 9.0]), eps=0.0)
-        tensor([-2.,  0.,  3.])
-    """
-    return x.sign() * (x.abs() + eps).sqrt()
-
-
-def power_normalise(vector: Tensor, eps: float = 1e-5) -> Tensor:
-    r"""Signed square root, then division by the ℓ2 norm: what bilinear vectors go through before the classifier.
-
-    A zero vector stays zero and gets a zero gradient.
-
-    Example:
-        >>> power_normalise(torch.tensor([9.0, -16.0]), eps=0.0)
-        tensor([ 0.6000, -0.8000])
-    """
-    return F.normalize(signed_sqrt(vector, eps), dim=-1)
 
 
 @register_head("bcnn")

@@ -4,9 +4,9 @@ from torch import Tensor
 
 from eigengrain.errors import unknown_name
 from eigengrain.heads.base import Head
-from eigengrain.heads.bilinear import check_positive, power_normalise
+from eigengrain.heads.pieces import check_positive, check_whole_number, power_normalise
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import RandomMaclaurin, TensorSketch, check_whole_number
+from eigengrain.heads.sketch import RandomMaclaurin, TensorSketch
 
 PROJECTIONS: dict[str, type[TensorSketch] | type[RandomMaclaurin]] = {
     "tensor-sketch": TensorSketch,

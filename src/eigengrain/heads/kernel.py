@@ -8,11 +8,9 @@ from torch.nn import functional as F
 
 from eigengrain.functional._inputs import check_features, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.bilinear import check_positive
-from eigengrain.heads.low_rank import smooth_signed_sqrt
-from eigengrain.heads.rank_one import unit
+from eigengrain.heads.pieces import check_positive, check_whole_number, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import TensorSketch, check_whole_number
+from eigengrain.heads.sketch import TensorSketch
 
 
 def gaussian_coefficients(gamma: float, order: int) -> Tensor:
@@ -70,10 +68,11 @@ class KernelPooling(Head):
     Args:
         in_channels, reduce: as in :class:`Head`.
         order: p, of the series.
-        sizes: lengths of the sketches of order 2 … p: one number for all of them, 4096 as published, or p − 1 numbers.
+        sizes: lengths of the sketches of order 2 … p: one number for all of them (4096 makes 12,801 at order 4
+            and 512 channels), or p − 1 numbers.
         gamma: γ of the Gaussian. The paper takes one over the mean inner product of the features, which
             :func:`suggest_gamma` measures; that is at least 1.
-        learnable: train α together with the network, as the paper does; else it stays the Gaussian's.
+        learnable: train α together with the network, as the paper proposes; else it stays the Gaussian's.
         seed: of the sketches, which are saved with the state of the head.
         eps: under the square root, see :func:`smooth_signed_sqrt`.
 

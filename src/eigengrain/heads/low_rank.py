@@ -7,25 +7,8 @@ from torch.nn import functional as F
 from eigengrain.functional import triu_vector
 from eigengrain.functional._inputs import check_floating, full_precision, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.bilinear import check_positive, second_moment
+from eigengrain.heads.pieces import check_positive, check_whole_number, second_moment, smooth_signed_sqrt
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import check_whole_number
-
-
-def smooth_signed_sqrt(x: Tensor, eps: float = 1e-4) -> Tensor:
-    r"""Elementwise signed square root without a step at 0.
-
-    .. math:: \mathrm{sign}(x)\big(\sqrt{|x| + \varepsilon} - \sqrt\varepsilon\big)
-       = \frac{x}{\sqrt{|x| + \varepsilon} + \sqrt\varepsilon}
-
-    Its slope, :math:`1/(2\sqrt{|x| + \varepsilon})`, is continuous and largest at 0. The second form is the one that is
-    evaluated, because nothing cancels in it.
-
-    Example:
-        >>> smooth_signed_sqrt(torch.tensor([-3.0, 0.0, 8.0]), eps=1.0)
-        tensor([-1.,  0.,  2.])
-    """
-    return x / ((x.abs() + eps).sqrt() + eps**0.5)
 
 
 def _check_rank(who: str, rank: int) -> None:

@@ -9,8 +9,7 @@ from eigengrain.functional.covariance import triu_vector
 from eigengrain.functional.fused import sqrt_covariance
 from eigengrain.functional.spectral import matrix_power
 from eigengrain.heads.base import Head
-from eigengrain.heads.bilinear import check_positive, second_moment
-from eigengrain.heads.low_rank import smooth_signed_sqrt
+from eigengrain.heads.pieces import check_positive, second_moment, smooth_signed_sqrt
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.sketch import TensorSketch
 
@@ -56,7 +55,7 @@ class MomentEmbedding(Head):
         in_channels, reduce: as in :class:`Head`.
         compact: sketch the root; else its upper triangle, (C+1)(C+2)/2 numbers, whose entries off the diagonal carry
             :math:`\sqrt2` so that inner products are those of the whole matrix.
-        out_features: length of the sketch, 10,000 when None, as published; only with ``compact``.
+        out_features: length of the sketch, 10,000 when None; only with ``compact``.
         seed: of the sketch, which is saved with the state of the head.
         eps: under the elementwise root, see :func:`smooth_signed_sqrt`.
 

@@ -7,16 +7,9 @@ from torch.nn import functional as F
 from eigengrain.functional._inputs import full_precision, output_dtype
 from eigengrain.functional.covariance import triu_vector
 from eigengrain.heads.base import Head
-from eigengrain.heads.bilinear import check_positive, second_moment
-from eigengrain.heads.low_rank import smooth_signed_sqrt
+from eigengrain.heads.pieces import check_positive, check_whole_number, second_moment, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import TensorSketch, check_whole_number
-
-
-def unit(v: Tensor) -> Tensor:
-    """Vectors (..., C) at length 1, differentiably; a zero vector stays zero and gets a zero gradient."""
-    length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-    return torch.where(length > 0, v / torch.where(length > 0, length, 1.0), 0.0)
+from eigengrain.heads.sketch import TensorSketch
 
 
 def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: float) -> Tensor:
@@ -56,7 +49,7 @@ class RankOneUpdatePooling(Head):
     pooling, where no matrix is left to normalise. Signed square root and ℓ2 norm follow, as in bilinear pooling. The
     gradient goes through the iterations.
 
-    **Start.** The paper draws :math:`v_0` from a normal distribution in each pass. Here it is one draw, by ``seed``, kept
+    **Start.** The method draws :math:`v_0` from a normal distribution in each pass. Here it is one draw, by ``seed``, kept
     in the state of the head: the same image then has the same vector in training, evaluation and after a checkpoint.
     ``resample=True`` draws anew for each image in training, from torch's own generator as dropout does; evaluation
     uses the kept one in any case.

@@ -8,11 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.functional._inputs import check_floating, full_precision
-
-
-def check_whole_number(who: str, name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{who}: {name} must be a whole number of at least 1, got {value!r}")
+from eigengrain.heads.pieces import check_whole_number
 
 
 class _Projection(nn.Module):

@@ -9,8 +9,8 @@ from eigengrain.functional.covariance import triu_vector
 from eigengrain.functional.scalar import ScalarFunction
 from eigengrain.functional.spectral import spectral_function
 from eigengrain.heads.base import Head
+from eigengrain.heads.pieces import check_whole_number
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import check_whole_number
 
 
 class LeadingSubspace(ScalarFunction):
@@ -118,7 +118,7 @@ class GrassmannPooling(Head):
         in_channels: channels of the feature map.
         reduce: channels left by a 1 × 1 convolution in front.
         k: dimension of the subspace; 16, but at most half the channels, when None.
-        class_rank: factorise the classifier as the paper does, with a subspace of this dimension for each class, see
+        class_rank: factorise the classifier, with a subspace of this dimension for each class, see
             :class:`SubspaceClassifier`; None gives a linear layer on v.
 
     Raises:
