@@ -20,10 +20,11 @@ batched = pytest.mark.skipif(not cusolver.available(), reason="this libcusolver 
 
 
 @batched
-@pytest.mark.parametrize("dtype, bound", [(torch.float32, 2e-5), (F64, 1e-12)])
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
 @pytest.mark.parametrize("shape", [(1, 1), (2, 3), (32, 256), (3, 512), (70, 33)])
-def test_batched_solver(shape, dtype, bound):
+def test_batched_solver(shape, dtype):
     batch, d = shape
+    bound = 4 * max(d, 16) * torch.finfo(dtype).eps
     a = torch.randn(batch, d, d, dtype=dtype, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
     a = a + a.mT
     values, vectors = cusolver.syev_batched(a)

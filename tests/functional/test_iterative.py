@@ -4,8 +4,8 @@ import scipy.linalg
 import torch
 
 from eigengrain.errors import SecondOrderError
-from eigengrain.functional import matrix_log, matrix_sqrt, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
-from eigengrain.functional.iterative import QUINTIC, exp_products, log_products, pade_coefficients, taylor_coefficients
+from eigengrain.functional import matrix_sqrt, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
+from eigengrain.functional.iterative import pade_coefficients, taylor_coefficients
 from spectral_cases import F64, log_spectrum, matrix, relative
 
 P = matrix(torch.tensor([2.0, 1.0, 0.7, 0.2], dtype=F64), seed=3, batch=2)
@@ -51,27 +51,6 @@ def test_zero_matrices_stay_zero():
         assert gradient(f, zero, torch.ones(1, 3, 3, dtype=F64)).isfinite().all()
 
 
-def test_quintic_coefficients_are_minimax():
-    """Remez exchange in 60 digits: max |1 − x h(x²)| is equal at both ends and both inner extrema."""
-    low, high = mpmath.mpf("1e-6"), mpmath.mpf(1)
-    for c0, c1, c2 in QUINTIC[:-2]:
-        inner = [low + (high - low) * mpmath.mpf("0.3"), low + (high - low) * mpmath.mpf("0.75")]
-        for _ in range(100):
-            points = [low, *inner, high]
-            rows = mpmath.matrix([[x, x**3, x**5, (-1) ** i] for i, x in enumerate(points)])
-            a, b, c, error = mpmath.lu_solve(rows, mpmath.matrix([1, 1, 1, 1]))
-            root = mpmath.sqrt(9 * b * b - 20 * a * c)
-            moved = sorted(mpmath.sqrt((-3 * b + s * root) / (10 * c)) for s in (-1, 1))
-            done = sum(abs(x - y) for x, y in zip(inner, moved, strict=True)) < 1e-25
-            inner = moved
-            if done:
-                break
-        for ours, exact in zip((c0, c1, c2), (a, b, c), strict=True):
-            assert abs(ours - exact) <= 1e-15 * abs(exact) + 1e-15
-        low, high = 1 - abs(error), 1 + abs(error)
-    assert abs(error) < 2e-4  # from here two steps of the third order reach rounding: 2e-4 → 1e-12 → 0
-
-
 @pytest.mark.parametrize("kappa", [1e2, 1e8, 1e12])
 def test_quintic_is_converged(kappa):
     p = matrix(log_spectrum(24, kappa), seed=1, batch=2) * 3
@@ -89,7 +68,9 @@ def test_quintic_is_converged(kappa):
 def test_quintic_gradient_at_short_rank_follows_the_exact_one():
     p = torch.diag(torch.tensor([4.0, 1.0, 0.0, 0.0], dtype=F64))[None]
     g = torch.ones(1, 4, 4, dtype=F64)
-    assert relative(gradient(quintic_sqrt, p, g), gradient(matrix_sqrt, p, g)) < 1e-6
+    ours, exact = gradient(quintic_sqrt, p, g), gradient(matrix_sqrt, p, g)
+    assert torch.allclose(ours[:, :2], exact[:, :2], rtol=1e-6)
+    assert (ours[:, 2:, 2:] > 1e6).all()  # between null directions, as documented
 
 
 @pytest.mark.parametrize("scale", [1e-12, 1e-6, 1e6, 1e12])
@@ -156,27 +137,6 @@ def test_one_graph_under_compile_and_vmap(f):
     (eager,) = torch.autograd.grad(f(p).sin().sum(), p)
     assert torch.allclose(ours, eager, atol=1e-12)
     assert torch.allclose(torch.func.vmap(f)(P), f(P), atol=1e-14)
-
-
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e6])
-def test_exponential_by_products(scale):
-    p = matrix(log_spectrum(6, 1e12), seed=2, batch=2) * scale
-    expected = torch.stack([torch.from_numpy(scipy.linalg.expm(-2 * a.numpy())) for a in p])
-    # scaling by 2^m costs scipy m digits in base two as well: compare with the eigenbasis where it is worse
-    values, u = torch.linalg.eigh(p)
-    exact = (u * torch.exp(-2 * values).unsqueeze(-2)) @ u.mT
-    bound = max(1e-13, 4e-16 * scale)
-    assert relative(exp_products(p), exact) <= bound
-    assert relative(exp_products(p), expected) <= 10 * bound
-
-
-@pytest.mark.parametrize("kappa", [1e1, 1e3, 1e6])
-@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
-def test_logarithm_by_products(kappa, scale):
-    p = matrix(log_spectrum(12, kappa), seed=4, batch=2) * scale
-    assert relative(log_products(p), matrix_log(p)) < 1e-9
-    with pytest.raises(ValueError, match="no gradient: train with solver='auto'"):
-        log_products(p.requires_grad_())
 
 
 def test_autocast_does_not_enter():

@@ -36,3 +36,8 @@ def first_order_only(value: Tensor, who: str, upstream: Tensor, at: Tensor) -> T
     """``value``, a gradient computed from the ``upstream`` one and the point ``at`` without recording how."""
     out: Tensor = _FirstOrderOnly.apply(value, upstream, at, who)
     return out
+
+
+def graph_token(x: Tensor) -> Tensor:
+    """An empty sum over x: a scalar that depends on x in the graph and keeps none of it in memory."""
+    return x.narrow(-1, 0, 0).sum()

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import EigenSolverError, unknown_name
-from eigengrain.functional._first_order import first_order_only
+from eigengrain.functional._first_order import first_order_only, graph_token
 from eigengrain.functional._inputs import (
     LinAlgError,
     check_compute_dtype,
@@ -27,9 +27,9 @@ from eigengrain.functional._inputs import (
     full_precision,
     output_dtype,
 )
+from eigengrain.functional._product_layer import root_by_products
 from eigengrain.functional.covariance import centre, covariance
 from eigengrain.functional.eigen import check_finite, decompose
-from eigengrain.functional.iterative import quintic_sqrt
 from eigengrain.functional.rules import GradientRule
 from eigengrain.functional.scaling import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, matrix_sqrt
@@ -81,8 +81,10 @@ def _factor_gram(xc: Tensor) -> _Factors:
 def _svd_op(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch = xc.reshape(-1, *xc.shape[-2:])
     check_finite(batch, "svd")
+    # cuSOLVER's default is a Jacobi method that stops early: at κ(P) = 1e6 in float32 it was seen to err by 1.3e-5
+    driver = "gesvd" if xc.is_cuda else None
     try:
-        u, sigma, vt = torch.linalg.svd(batch, full_matrices=False)
+        u, sigma, vt = torch.linalg.svd(batch, full_matrices=False, driver=driver)
     except LinAlgError:
         try:
             u, sigma, vt = (t.to(xc.device, xc.dtype) for t in torch.linalg.svd(batch.cpu().double(), full_matrices=False))
@@ -194,11 +196,6 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
     return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(vt.shape[-1])
 
 
-def _token(x: Tensor) -> Tensor:
-    """An empty sum over x: a scalar that depends on x in the graph and keeps none of it in memory."""
-    return x.narrow(-1, 0, 0).sum()
-
-
 def _choose_solver(solver: str, x: Tensor, dtype: torch.dtype) -> str:
     if solver not in SOLVERS:
         raise unknown_name("solver", solver, SOLVERS)
@@ -294,37 +291,44 @@ def sqrt_covariance(
     chosen, d = EigenSubset.parse(subset), x.shape[1]
     rule = GradientRule.of(gradient)
     solver = _choose_solver(solver, x, dtype)
-    if rule.name != "exact" or solver == "products":
-        return _composed(x, seb, chosen, cut, solver, rule, return_eigenvalues)
+    if solver == "products":
+        return _by_products(x, seb, chosen, rule, return_eigenvalues)
+    if rule.name != "exact":
+        return _by_rule(x, seb, chosen, cut, rule, return_eigenvalues)
 
     xc = centre(x.detach(), dtype)
     with full_precision(xc):
         u, sigma, vt = _FACTORS[solver](xc)
     mask = chosen.mask(d, xc.device)[: sigma.shape[-1]]  # what lies beyond r is null and contributes nothing
     keep = mask.to(xc.dtype) if chosen.covers(d) else mask
-    q: Tensor = _Root.apply(x, _token(x), u, sigma, vt, keep, cut, seb)
+    q: Tensor = _Root.apply(x, graph_token(x), u, sigma, vt, keep, cut, seb)
     q = q.to(x.device, output_dtype(x))
     if not return_eigenvalues:
         return q
     return q, torch.nn.functional.pad(sigma.square(), (0, d - sigma.shape[-1])).to(q)
 
 
-def _composed(
-    x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, solver: str, rule: GradientRule, return_eigenvalues: bool
+def _by_products(
+    x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, return_eigenvalues: bool
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Covariance, root and factor as separate steps: for published rules and for matrix products."""
+    if not subset.covers(x.shape[1]):
+        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+    if rule.name != "exact":
+        raise ValueError(f"solver='products' has its own gradient: use solver='eigh' for gradient={rule.name!r}")
+    q = root_by_products(x, seb).to(x.device, output_dtype(x))
+    if not return_eigenvalues:
+        return q
+    return q, decompose(covariance(x.detach(), dtype=torch.float64)).values.clamp_min(0).to(q)
+
+
+def _by_rule(
+    x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule, return_eigenvalues: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Covariance, root and factor as separate steps, as the published rules have it."""
     p = covariance(x, dtype=torch.float64)
-    if solver == "products":
-        if not subset.covers(x.shape[1]):
-            raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
-        if rule.name != "exact":
-            raise ValueError(f"solver='products' has its own gradient: use solver='eigh' for gradient={rule.name!r}")
-        q = quintic_sqrt(p)
-    else:
-        q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
+    q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
     if seb:
-        factor = scaling_factor(p, solver="products" if solver == "products" else "eigh")
-        q = q * (1 + factor)[..., None, None]
+        q = q * (1 + scaling_factor(p))[..., None, None]
     q = q.to(output_dtype(x))
     if not return_eigenvalues:
         return q

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from eigengrain.errors import unknown_name
-from eigengrain.functional.iterative import LYAPUNOV_STEPS, newton_schulz, root_with_lyapunov
+from eigengrain.functional import products
+from eigengrain.functional.iterative import newton_schulz, root_with_lyapunov
 from eigengrain.functional.scalar import geometric_ratio
 
 
@@ -145,6 +146,6 @@ class GradientRule:
         if self.name == "newton":
             iterated = newton_schulz(P, self.steps_newton)
             return root + (iterated - iterated.detach())
-        scale = torch.linalg.matrix_norm(P.detach().double(), keepdim=True)
-        scale = torch.where(scale > 0, scale, 1.0).sqrt()
-        return root_with_lyapunov(P.to(root.dtype), root, scale.to(root.dtype), LYAPUNOV_STEPS)
+        batch = P.to(root.dtype).reshape(-1, *P.shape[-2:])
+        scale = products.nonzero(torch.linalg.matrix_norm(batch.detach(), keepdim=True)).sqrt()
+        return root_with_lyapunov(batch, root.reshape(batch.shape), scale).reshape(P.shape)

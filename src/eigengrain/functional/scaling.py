@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from eigengrain.errors import unknown_name
+from eigengrain.functional import products
 from eigengrain.functional._inputs import check_square, output_dtype, to_compute
 from eigengrain.functional._linear import with_gradient
 from eigengrain.functional.eigen import eigh
-from eigengrain.functional.iterative import exp_products
 
 KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("eigh", "products")
@@ -63,7 +63,7 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
         kind: see above.
         constant: value for ``constant``.
-        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; for traces up to 2³⁰).
+        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; NaN for traces above 2²⁶).
 
     Returns:
         (*), float64 if P is float64 and float32 otherwise.
@@ -83,18 +83,20 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
     if solver == "products":
         if kind != "qs":
             raise ValueError(f"solver='products' computes the factor 'qs' only, got {kind!r}: use solver='eigh'")
-        out = _factor_by_products(p)
+        batch = p.reshape(-1, *p.shape[-2:])
+        with torch.no_grad():
+            value, slope = qs_by_products(batch)
+        out = with_gradient(batch, value, slope, "scaling_factor").reshape(P.shape[:-2])
     else:
         values = eigh(p).values
         out = with_gradient(values, *_value_and_slope(values.detach(), kind), "scaling_factor")
     return out.to(P.device, output_dtype(P))
 
 
-def _factor_by_products(p: Tensor) -> Tensor:
-    with torch.no_grad():
-        decay = exp_products(p)
-        product = p @ decay
-        s = product.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(0).sqrt()[..., None, None]
-        slope = torch.where(s > 0, (decay - 2 * product) / (2 * torch.where(s > 0, s, 1.0)), 0.0)
-        slope = (slope + slope.mT) / 2
-    return with_gradient(p, s[..., 0, 0], slope, "scaling_factor")
+def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
+    """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d) in float64, by matrix products alone."""
+    decay = products.exp_minus_twice(p)
+    product = torch.bmm(p, decay)
+    s = products.trace(product).clamp_min(0).sqrt()
+    slope = torch.where(s > 0, (decay - 2 * product) / (2 * products.nonzero(s)), 0.0)
+    return s[..., 0, 0], products.symmetric(slope)

@@ -1,0 +1,71 @@
+"""CUDA graphs for functions that are many small kernels: the launches are recorded once and replayed.
+
+At a batch of 10 matrices of size 256 the products of a square root take less time on an H200 than their launches.
+"""
+
+import functools
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+#: shapes remembered by each function; a training run needs two, its batch and the last smaller one
+_REMEMBERED = 4
+#: a shape is recorded when it comes for the third time: what is seen once or twice is not worth the memory
+_WORTH_IT = 2
+
+
+class _Recording:
+    """A captured call: its own copies of the inputs, and outputs that the next replay overwrites."""
+
+    def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]):
+        self.inputs = tuple(t.clone() for t in tensors)
+        stream = torch.cuda.Stream(tensors[0].device)
+        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
+        with torch.cuda.stream(stream):  # cuBLAS makes its workspaces before the capture, not in it
+            function(*self.inputs)
+        torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = function(*self.inputs)
+
+    def replay(self, tensors: tuple[Tensor, ...]) -> Any:
+        for own, given in zip(self.inputs, tensors, strict=True):
+            own.copy_(given)
+        self.graph.replay()
+        return self.outputs.clone() if isinstance(self.outputs, Tensor) else tuple(t.clone() for t in self.outputs)
+
+
+def replayed(function: F) -> F:
+    """Record and replay a function of CUDA tensors without side effects, shape by shape; elsewhere just call it.
+
+    It is called plainly while compiling, under ``torch.func`` transforms, and inside a capture of the caller's own.
+    """
+    seen: OrderedDict[Any, _Recording | int] = OrderedDict()
+
+    @functools.wraps(function)
+    def call(*tensors: Tensor) -> Any:
+        if torch.compiler.is_compiling() or not _recordable(tensors[0]):
+            return function(*tensors)
+        key = (tensors[0].device, torch.cuda.current_stream().cuda_stream, *((t.shape, t.dtype) for t in tensors))
+        known = seen.pop(key, 0)
+        if isinstance(known, int) and known < _WORTH_IT:
+            known += 1
+        elif isinstance(known, int):
+            known = _Recording(function, tensors)
+        seen[key] = known
+        if len(seen) > _REMEMBERED:
+            seen.popitem(last=False)
+        return function(*tensors) if isinstance(known, int) else known.replay(tensors)
+
+    return cast(F, call)
+
+
+def _recordable(tensor: Tensor) -> bool:
+    if not tensor.is_cuda or torch._C._functorch.maybe_get_level(tensor) != -1:  # type: ignore[attr-defined]
+        return False
+    return not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,84 @@
+"""Matrix products against 60-digit arithmetic, SciPy and the eigenbasis."""
+
+import mpmath
+import pytest
+import scipy.linalg
+import torch
+
+from eigengrain.functional import matrix_log, matrix_sqrt, products
+from eigengrain.functional.iterative import log_products
+from spectral_cases import F64, log_spectrum, matrix, relative
+
+
+@pytest.mark.parametrize(
+    "coefficients, start",
+    [
+        (products.QUINTIC, mpmath.mpf("1e-6")),
+        (products.QUINTIC_AFTER_NEWTON, 0.999 / mpmath.mpf(products._NEWTON_LARGEST)),
+    ],
+)
+def test_coefficients_are_minimax(coefficients, start):
+    """Remez exchange in 60 digits: max |1 − x h(x²)| is equal at both ends and both inner extrema."""
+    low, high = start, mpmath.mpf(1)
+    for c0, c1, c2 in coefficients[:-2]:
+        inner = [low + (high - low) * mpmath.mpf("0.3"), low + (high - low) * mpmath.mpf("0.75")]
+        for _ in range(100):
+            points = [low, *inner, high]
+            rows = mpmath.matrix([[x, x**3, x**5, (-1) ** i] for i, x in enumerate(points)])
+            a, b, c, error = mpmath.lu_solve(rows, mpmath.matrix([1, 1, 1, 1]))
+            root = mpmath.sqrt(9 * b * b - 20 * a * c)
+            moved = sorted(mpmath.sqrt((-3 * b + s * root) / (10 * c)) for s in (-1, 1))
+            done = sum(abs(x - y) for x, y in zip(inner, moved, strict=True)) < 1e-25
+            inner = moved
+            if done:
+                break
+        for ours, exact in zip((c0, c1, c2), (a, b, c), strict=True):
+            assert abs(ours - exact) <= 1e-12 * abs(exact)
+        low, high = 1 - abs(error), 1 + abs(error)
+    assert abs(error) < 2e-4  # from here two steps of the third order reach rounding: 2e-4 → 1e-12 → 0
+
+
+def test_the_newton_step_leaves_the_range_that_its_coefficients_are_for():
+    x = torch.logspace(-6.9, 0, 1000, dtype=F64)
+    x = torch.cat([x.clamp_min(1 / products._NULL_INVERSE), torch.ones(1, dtype=F64)])
+    after = (products._NEWTON_SCALE * x + 1 / (products._NEWTON_SCALE * x)) / 2 / products._NEWTON_LARGEST
+    assert after.max() <= 1 / 1.02 + 1e-12
+    assert after.min() >= 0.999 / products._NEWTON_LARGEST
+
+
+@pytest.mark.parametrize("kappa", [1e2, 1e8, 1e12])
+def test_lyapunov_against_scipy(kappa):
+    p = matrix(log_spectrum(16, kappa), seed=1, batch=2) * 3
+    g = torch.randn(2, 16, 16, dtype=F64, generator=torch.Generator().manual_seed(1))
+    g = g + g.mT
+    q = matrix_sqrt(p)
+    exact = torch.stack(
+        [torch.from_numpy(scipy.linalg.solve_continuous_lyapunov(a, b)) for a, b in zip(q.numpy(), g.numpy(), strict=True)]
+    )
+    assert relative(products.lyapunov(products.roots(p), g), exact) <= max(1e-11, 1e-18 * kappa)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e6])
+def test_exponential_by_products(scale):
+    p = matrix(log_spectrum(6, 1e12), seed=2, batch=2) * scale
+    expected = torch.stack([torch.from_numpy(scipy.linalg.expm(-2 * a.numpy())) for a in p])
+    # scaling by 2^m costs scipy m digits in base two as well: compare with the eigenbasis where it is worse
+    values, u = torch.linalg.eigh(p)
+    exact = (u * torch.exp(-2 * values).unsqueeze(-2)) @ u.mT
+    bound = max(1e-13, 4e-16 * scale)
+    assert relative(products.exp_minus_twice(p), exact) <= bound
+    assert relative(products.exp_minus_twice(p), expected) <= 10 * bound
+
+
+def test_exponential_is_no_number_beyond_its_range():
+    p = torch.eye(2, dtype=F64)[None] * 1e9
+    assert products.exp_minus_twice(p).isnan().all()
+
+
+@pytest.mark.parametrize("kappa", [1e1, 1e3, 1e6])
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+def test_logarithm_by_products(kappa, scale):
+    p = matrix(log_spectrum(12, kappa), seed=4, batch=2) * scale
+    assert relative(log_products(p), matrix_log(p)) < 1e-9
+    with pytest.raises(ValueError, match="no gradient: train with solver='auto'"):
+        log_products(p.requires_grad_())
