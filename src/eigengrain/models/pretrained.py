@@ -1,0 +1,86 @@
+"""Whole models in a folder: parameters as safetensors, and a JSON file with all that is needed to use them."""
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_file
+
+import eigengrain
+from eigengrain.models.factory import create_model
+from eigengrain.models.model import CovarianceNet
+from eigengrain.models.weights import load_weights
+
+WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
+
+
+def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_names: Sequence[str] | None = None) -> None:
+    """Write a model to a folder: ``model.safetensors``, and ``config.json`` with architecture, classes, preprocessing.
+
+    Args:
+        model: from :func:`create_model`.
+        folder: made if it is not there.
+        class_names: in the order of the scores; the model's own if None.
+
+    Raises:
+        ValueError: if the names are not as many as the classes, or the model was made with options that JSON cannot hold.
+
+    Example:
+        >>> import tempfile
+        >>> from eigengrain.models import create_model
+        >>> model = create_model("resnet18", head="gap", num_classes=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_pretrained(model, folder, class_names=["sparrow", "wren"])
+        ...     from_pretrained(folder).class_names
+        ['sparrow', 'wren']
+    """
+    names = model.class_names if class_names is None else list(class_names)
+    if names is not None and len(names) != model.num_classes:
+        raise ValueError(f"class_names must be as many as the classes, {model.num_classes}, got {len(names)}")
+    config = {
+        "eigengrain": eigengrain.__version__,
+        "architecture": model.config["backbone"],
+        "num_classes": model.num_classes,
+        "num_features": model.num_features,
+        "model": model.config,
+        "pretrained_cfg": model.pretrained_cfg,
+        "label_names": names,
+    }
+    try:
+        text = json.dumps(config, indent=2)
+    except TypeError as error:
+        raise ValueError(f"the model's options must be plain values to be saved: {error}") from error
+    path = Path(folder)
+    path.mkdir(parents=True, exist_ok=True)
+    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(state, path / WEIGHTS_FILE, metadata={"format": "pt"})
+    (path / CONFIG_FILE).write_text(text + "\n")
+
+
+def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
+    """The model that :func:`save_pretrained` wrote to a folder.
+
+    Raises:
+        ValueError: if the folder does not hold one, or a part of it does not fit the rest.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        config: dict[str, Any] = json.loads(path.read_text())
+        options, description = dict(config["model"]), dict(config["pretrained_cfg"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{str(folder)!r} is not a folder of save_pretrained: {path.name} is missing or not as expected "
+            f"({type(error).__name__}: {error})"
+        ) from error
+    model = create_model(**_with_tuples(options))
+    load_weights(model, Path(folder) / WEIGHTS_FILE, strict=True)
+    model.pretrained_cfg |= _with_tuples(description)
+    model.class_names = config.get("label_names")
+    return model.eval()
+
+
+def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has lists only; sizes, means and deviations are tuples."""
+    return {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}

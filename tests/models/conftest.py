@@ -1,0 +1,1 @@
+import eigengrain._torchvision  # noqa: F401  (before any test module imports timm or torchvision)
