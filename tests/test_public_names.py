@@ -1,11 +1,12 @@
 """Names that others rely on: this fails when one of them vanishes."""
 
-import eigengrain as eg
 import pytest
 
-FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs spectral_function ScalarFunction matrix_sqrt
-matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz quintic_sqrt mtp_sqrt mpa_sqrt EigenSubset
-GradientRule BACKENDS GRADIENTS SOLVERS""".split()
+import eigengrain as eg
+
+FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs debug spectral_function ScalarFunction
+matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz quintic_sqrt mtp_sqrt mpa_sqrt
+EigenSubset GradientRule BACKENDS GRADIENTS SOLVERS""".split()
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)

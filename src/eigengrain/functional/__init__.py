@@ -3,8 +3,9 @@
 Eigenvalues are in descending order everywhere, as in the paper.
 """
 
+from eigengrain.functional._monitor import debug, solver_repairs
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
-from eigengrain.functional.eigen import BACKENDS, Eigh, eigh, solver_repairs
+from eigengrain.functional.eigen import BACKENDS, Eigh, eigh
 from eigengrain.functional.fused import SOLVERS, sqrt_covariance
 from eigengrain.functional.iterative import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
 from eigengrain.functional.rules import GRADIENTS, GradientRule
@@ -28,6 +29,7 @@ __all__ = [
     "GradientRule",
     "ScalarFunction",
     "covariance",
+    "debug",
     "eigh",
     "exp_inverse",
     "matrix_from_triu",

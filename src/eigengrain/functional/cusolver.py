@@ -79,6 +79,15 @@ def syev_batched(p: Tensor) -> tuple[Tensor, Tensor]:
     Raises:
         torch.linalg.LinAlgError: if a matrix did not converge, so that the caller's ladder treats it as torch's own.
     """
+    values, vectors, info = syev_batched_unchecked(p)
+    if bool(info.any()):
+        failed = info.nonzero().flatten().tolist()
+        raise LinAlgError(f"cusolverDnXsyevBatched did not converge on items {failed}")
+    return values, vectors
+
+
+def syev_batched_unchecked(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The same without waiting for the result, and with cuSOLVER's info (batch,): 0 where it converged."""
     library = _library()
     assert library is not None, "available() must be asked first"
     batch, d = p.shape[0], p.shape[-1]
@@ -126,7 +135,4 @@ def syev_batched(p: Tensor) -> tuple[Tensor, Tensor]:
             ),
             "cusolverDnXsyevBatched",
         )
-        if bool(info.any()):
-            failed = info.nonzero().flatten().tolist()
-            raise LinAlgError(f"cusolverDnXsyevBatched did not converge on items {failed}")
-    return w, a.mT
+    return w, a.mT, info

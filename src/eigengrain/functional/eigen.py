@@ -4,8 +4,6 @@ The whole ladder lives inside one opaque operator, ``eigengrain::eigh``, so that
 meet a single node whose shape is known, whatever had to be repaired inside it.
 """
 
-import threading
-from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -19,6 +17,7 @@ from eigengrain.errors import EigenSolverError, NonFiniteError, unknown_name
 from eigengrain.functional import cusolver
 from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
+from eigengrain.functional._monitor import MONITOR, debugging
 
 Solver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (batch, d, d) -> ascending eigenvalues, eigenvectors in columns
 
@@ -69,22 +68,6 @@ def _choose(backend: str, p: Tensor) -> str:
 
 # --- the ladder --------------------------------------------------------------------------------------------------
 
-_repairs: Counter[str] = Counter()
-_repairs_lock = threading.Lock()
-
-
-def solver_repairs(*, reset: bool = False) -> dict[str, int]:
-    """How many matrices were repaired so far in this process: ``{"jitter": n, "cpu-float64": m}``.
-
-    Args:
-        reset: start counting again from zero after reading.
-    """
-    with _repairs_lock:
-        counts = {rung: _repairs[rung] for rung in ("jitter", "cpu-float64")}
-        if reset:
-            _repairs.clear()
-    return counts
-
 
 def _jittered(p: Tensor) -> Tensor:
     scale = p.diagonal(dim1=-2, dim2=-1).abs().mean(-1)
@@ -109,12 +92,28 @@ def _repair(p: Tensor, solver: Solver) -> tuple[Tensor, Tensor]:
                 continue
             values[i], vectors[i] = w[0], v[0]
             if rung:
-                with _repairs_lock:
-                    _repairs[rung] += 1
+                MONITOR.count(rung)
             break
         else:
             raise EigenSolverError(f"eigh failed on matrix {i} of {p.shape[0]}, with jitter and in float64 on the CPU too")
     return values, vectors
+
+
+def _solve_or_repair(batch: Tensor, solver: Solver) -> tuple[Tensor, Tensor]:
+    check_finite(batch, "eigh")
+    try:
+        return solver(batch)
+    except LinAlgError:
+        return _repair(batch, solver)
+
+
+def _solve_and_zero(batch: Tensor) -> tuple[Tensor, Tensor]:
+    """On CUDA nothing is asked of the host: samples that are not finite or do not converge become zero, and are counted."""
+    finite = batch.isfinite().all(-1).all(-1)
+    values, vectors, info = cusolver.syev_batched_unchecked(torch.where(finite[:, None, None], batch, 0.0))
+    good = finite & (info == 0)
+    MONITOR.watch((~good).sum())
+    return torch.where(good[:, None], values, 0.0), torch.where(good[:, None, None], vectors, 0.0)
 
 
 def check_finite(p: Tensor, who: str) -> None:
@@ -133,12 +132,11 @@ def check_finite(p: Tensor, who: str) -> None:
 def _eigh_op(p: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     batch = p.reshape(-1, *p.shape[-2:])
     batch = (batch + batch.mT) / 2
-    check_finite(batch, "eigh")
-    solver = SOLVERS[_choose(backend, batch)]
-    try:
-        values, vectors = solver(batch)
-    except LinAlgError:
-        values, vectors = _repair(batch, solver)
+    name = _choose(backend, batch)
+    if name == "cusolver-batched" and not debugging():
+        values, vectors = _solve_and_zero(batch)
+    else:
+        values, vectors = _solve_or_repair(batch, SOLVERS[name])
     # every solver here returns ascending order; this is the one place where it is turned round
     return values.flip(-1).reshape(p.shape[:-1]), vectors.flip(-1).reshape(p.shape).contiguous()
 
@@ -213,7 +211,8 @@ def eigh(P: Tensor, backend: str = "auto") -> Eigh:
         ValueError: if P is not square or the backend unknown.
         NonFiniteError: if P holds NaN or infinity; the samples are named.
         EigenSolverError: if a matrix failed on every rung: plainly, with a relative jitter, in float64 on the CPU. What
-            was repaired is counted in :func:`solver_repairs`.
+            was repaired is counted in :func:`solver_repairs`. With ``cusolver-batched`` both are reported one step late
+            instead, see :func:`debug`.
 
     Example:
         >>> eigh(torch.diag(torch.tensor([1.0, 3.0, 2.0]))).values
