@@ -5,8 +5,8 @@ import pytest
 import eigengrain as eg
 
 FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs debug spectral_function ScalarFunction
-matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz quintic_sqrt mtp_sqrt mpa_sqrt
-EigenSubset GradientRule BACKENDS GRADIENTS SOLVERS""".split()
+matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz isqrt_covariance quintic_sqrt
+mtp_sqrt mpa_sqrt EigenSubset GradientRule BACKENDS GRADIENTS SOLVERS""".split()
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)

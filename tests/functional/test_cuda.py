@@ -5,9 +5,11 @@ import torch
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.functional import (
+    covariance,
     cusolver,
     debug,
     eigh,
+    isqrt_covariance,
     matrix_sqrt,
     newton_schulz,
     quintic_sqrt,
@@ -95,6 +97,16 @@ def test_replayed_graphs_give_what_plain_calls_give():
     other = sqrt_covariance(x + 1 + torch.randn_like(x), True, solver="products")
     assert relative(other, results[0][0]) > 1e-2
     assert torch.equal(results[-1][0], results[-2][0])  # an output is the caller's own
+
+
+def test_replayed_newton_schulz():
+    for _ in range(5):
+        x = torch.randn(3, 24, 60, device="cuda", dtype=F64, requires_grad=True)
+        g = torch.randn(3, 24, 24, device="cuda", dtype=F64)
+        ours = torch.autograd.grad(isqrt_covariance(x), x, g)[0]
+        (expected,) = torch.autograd.grad(newton_schulz(covariance(x)), x, g)
+        assert torch.allclose(isqrt_covariance(x), newton_schulz(covariance(x)), atol=1e-12)
+        assert torch.allclose(ours, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_the_products_route_can_be_captured():

@@ -5,7 +5,8 @@ import pytest
 import scipy.linalg
 import torch
 
-from eigengrain.functional import matrix_log, matrix_sqrt, products
+from eigengrain.functional import _product_layer, isqrt_covariance, matrix_log, matrix_sqrt, products
+from eigengrain.functional.covariance import centre
 from eigengrain.functional.iterative import log_products
 from spectral_cases import F64, log_spectrum, matrix, relative
 
@@ -58,7 +59,7 @@ def test_lyapunov_against_scipy(kappa):
     assert relative(products.lyapunov(products.roots(p), g), exact) <= max(1e-11, 1e-18 * kappa)
 
 
-@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e6])
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e5, 1e6])
 def test_exponential_by_products(scale):
     p = matrix(log_spectrum(6, 1e12), seed=2, batch=2) * scale
     expected = torch.stack([torch.from_numpy(scipy.linalg.expm(-2 * a.numpy())) for a in p])
@@ -82,3 +83,21 @@ def test_logarithm_by_products(kappa, scale):
     assert relative(log_products(p), matrix_log(p)) < 1e-9
     with pytest.raises(ValueError, match="no gradient: train with solver='auto'"):
         log_products(p.requires_grad_())
+
+
+def test_newton_schulz_from_features_is_the_composition():
+    """The layer that CUDA replays, called plainly, against covariance and iteration by autograd."""
+    x = torch.randn(2, 5, 3, 4, dtype=F64, requires_grad=True)
+    g = torch.randn(2, 5, 5, dtype=F64)
+    q = isqrt_covariance(x)
+    (expected,) = torch.autograd.grad(q, x, g)
+    xc = centre(x.detach())
+    assert torch.allclose(_product_layer._iterate_forward(xc, steps=5), q, atol=1e-14)
+    ours = _product_layer._iterate_backward(g, xc, steps=5)
+    assert torch.allclose(ours.reshape(x.shape), expected, atol=1e-13)
+    y = x.detach().requires_grad_()
+    attached = _product_layer._NewtonSchulzRoot.apply(y, y.sum() * 0, q.detach(), xc, 5)
+    assert torch.allclose(torch.autograd.grad(attached, y, g)[0], expected, atol=1e-13)
+    assert isqrt_covariance(torch.zeros(1, 3, 4)).abs().max() == 0
+    with pytest.raises(ValueError, match="a number of steps of at least 1"):
+        isqrt_covariance(x, 0)

@@ -4,6 +4,7 @@ Eigenvalues are in descending order everywhere, as in the paper.
 """
 
 from eigengrain.functional._monitor import debug, solver_repairs
+from eigengrain.functional._product_layer import isqrt_covariance
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
 from eigengrain.functional.eigen import BACKENDS, Eigh, eigh
 from eigengrain.functional.fused import SOLVERS, sqrt_covariance
@@ -32,6 +33,7 @@ __all__ = [
     "debug",
     "eigh",
     "exp_inverse",
+    "isqrt_covariance",
     "matrix_from_triu",
     "matrix_log",
     "matrix_power",

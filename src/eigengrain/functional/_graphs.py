@@ -22,16 +22,16 @@ _WORTH_IT = 2
 class _Recording:
     """A captured call: its own copies of the inputs, and outputs that the next replay overwrites."""
 
-    def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...]):
+    def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]):
         self.inputs = tuple(t.clone() for t in tensors)
         stream = torch.cuda.Stream(tensors[0].device)
         stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
         with torch.cuda.stream(stream):  # cuBLAS makes its workspaces before the capture, not in it
-            function(*self.inputs)
+            function(*self.inputs, **options)
         torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
-            self.outputs = function(*self.inputs)
+            self.outputs = function(*self.inputs, **options)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
         for own, given in zip(self.inputs, tensors, strict=True):
@@ -48,19 +48,20 @@ def replayed(function: F) -> F:
     seen: OrderedDict[Any, _Recording | int] = OrderedDict()
 
     @functools.wraps(function)
-    def call(*tensors: Tensor) -> Any:
+    def call(*tensors: Tensor, **options: Any) -> Any:
         if torch.compiler.is_compiling() or not _recordable(tensors[0]):
-            return function(*tensors)
-        key = (tensors[0].device, torch.cuda.current_stream().cuda_stream, *((t.shape, t.dtype) for t in tensors))
+            return function(*tensors, **options)
+        shapes = tuple((t.shape, t.dtype) for t in tensors)
+        key = (tensors[0].device, torch.cuda.current_stream().cuda_stream, shapes, tuple(options.items()))
         known = seen.pop(key, 0)
         if isinstance(known, int) and known < _WORTH_IT:
             known += 1
         elif isinstance(known, int):
-            known = _Recording(function, tensors)
+            known = _Recording(function, tensors, options)
         seen[key] = known
         if len(seen) > _REMEMBERED:
             seen.popitem(last=False)
-        return function(*tensors) if isinstance(known, int) else known.replay(tensors)
+        return function(*tensors, **options) if isinstance(known, int) else known.replay(tensors)
 
     return cast(F, call)
 

@@ -1,4 +1,4 @@
-"""The layer from features to the root of their covariance by matrix products alone, forward and backward."""
+"""Layers from features to the root of their covariance by matrix products alone, forward and backward."""
 
 import math
 from typing import Any
@@ -10,7 +10,9 @@ from torch.autograd.function import FunctionCtx
 from eigengrain.functional import products
 from eigengrain.functional._first_order import first_order_only, graph_token
 from eigengrain.functional._graphs import replayed
-from eigengrain.functional.covariance import centre
+from eigengrain.functional._inputs import check_features, output_dtype
+from eigengrain.functional.covariance import centre, covariance
+from eigengrain.functional.iterative import check_steps, newton_schulz
 from eigengrain.functional.scaling import qs_by_products
 
 
@@ -43,8 +45,8 @@ def _backward_seb(grad: Tensor, xc: Tensor, y: Tensor, z: Tensor, scale: Tensor,
 
 
 def _to_features(dp: Tensor, xc: Tensor) -> Tensor:
-    dx = torch.bmm(dp, xc)
-    return (dx - dx.mean(-1, keepdim=True)) * (2 / math.sqrt(xc.shape[-1]))
+    dx = torch.bmm(dp * (2 / math.sqrt(xc.shape[-1])), xc)
+    return dx.sub_(dx.mean(-1, keepdim=True))
 
 
 class _ProductRoot(torch.autograd.Function):
@@ -78,3 +80,79 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
         a, *saved = _forward_seb(xc) if seb else _forward(xc)
     out: Tensor = _ProductRoot.apply(x, graph_token(x), a, xc, *saved)
     return out
+
+
+# --- Newton–Schulz -----------------------------------------------------------------------------------------------
+
+
+def _iterate(xc: Tensor, steps: int) -> Tensor:
+    p = torch.bmm(xc, xc.mT)
+    trace = products.trace(p)
+    scale = products.nonzero(trace)
+    return torch.where(trace > 0, products.newton_schulz(p / scale, steps) * scale.sqrt(), 0.0)
+
+
+@replayed
+def _iterate_forward(xc: Tensor, *, steps: int) -> Tensor:
+    return _iterate(xc, steps)
+
+
+@replayed
+def _iterate_backward(grad: Tensor, xc: Tensor, *, steps: int) -> Tensor:
+    # the iterates are made again rather than kept: twelve products of d × d against six matrices a sample in memory
+    with torch.enable_grad():
+        xc = xc.detach().requires_grad_()
+        (dx,) = torch.autograd.grad(_iterate(xc, steps), xc, grad)
+    return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(xc.shape[-1])
+
+
+class _NewtonSchulzRoot(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, token: Tensor, q: Tensor, xc: Tensor, steps: int) -> Tensor:
+        return q.view_as(q)
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        x, token, _, xc, steps = inputs
+        ctx.save_for_backward(token, xc)
+        ctx.like = (x.shape, x.dtype, x.device, steps)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        shape, dtype, device, steps = ctx.like
+        token, xc = ctx.saved_tensors
+        with torch.no_grad():
+            dx = _iterate_backward(grad.to(xc.dtype), xc, steps=steps)
+        dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
+        return first_order_only(dx, "isqrt_covariance", grad, token), None, None, None, None
+
+
+def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
+    r"""The covariance of features through k Newton–Schulz steps: iSQRT-COV as one layer.
+
+    The value and the gradient are those of ``newton_schulz(covariance(x))``, computed in float64. On CUDA the products are
+    replayed as a graph and the iterates made again in the backward pass; then a second derivative raises.
+
+    Args:
+        x: features, (B, C, H, W) or (B, C, N).
+        steps: k, as in :func:`newton_schulz`.
+
+    Returns:
+        (B, C, C), float64 if x is float64 and float32 otherwise.
+
+    Example:
+        >>> x = torch.tensor([[[1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 2.0, -2.0]]])
+        >>> isqrt_covariance(x, steps=12).diagonal(dim1=1, dim2=2)
+        tensor([[0.7071, 1.4142]])
+    """
+    check_features(x, "isqrt_covariance")
+    check_steps(steps, "a number of steps", "isqrt_covariance")
+    if not x.is_cuda:
+        return newton_schulz(covariance(x, dtype=torch.float64), steps).to(output_dtype(x))
+    with torch.no_grad():
+        xc = centre(x)
+        q = _iterate_forward(xc, steps=steps)
+    out: Tensor = _NewtonSchulzRoot.apply(x, graph_token(x), q, xc, steps)
+    return out.to(output_dtype(x))

@@ -24,7 +24,8 @@ def centre(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """
     x = to_compute(x.flatten(2), dtype)  # (B, C, N)
     x = x - x[..., :1]
-    return (x - x.mean(-1, keepdim=True)) / math.sqrt(x.shape[-1])
+    # in place from here, on memory that is ours: fresh pages for such a map cost a CPU as much as the arithmetic
+    return x.sub_(x.mean(-1, keepdim=True)).mul_(1 / math.sqrt(x.shape[-1]))
 
 
 def covariance(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:

@@ -48,11 +48,13 @@ class _Factors(NamedTuple):
 
 
 def _split_lengths(rows: Tensor, keep: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Lengths of the vectors along ``dim`` and the vectors made unit, both 0 where not kept."""
+    """Lengths of the vectors along ``dim`` and the vectors made unit, in place; both 0 where not kept."""
     length = torch.linalg.vector_norm(rows, dim=dim)
     keep = keep & (length > 0)
-    unit = rows / torch.where(keep, length, 1.0).unsqueeze(dim)
-    return torch.where(keep, length, 0.0), torch.where(keep.unsqueeze(dim), unit, 0.0)
+    if rows.is_cuda:  # a bad sample may have NaN here, which a factor of 0 does not remove; on the CPU it has raised
+        rows = torch.where(keep.unsqueeze(dim), rows, 0.0)
+    inverse = torch.where(keep, 1 / torch.where(keep, length, 1.0), 0.0)
+    return torch.where(keep, length, 0.0), rows.mul_(inverse.unsqueeze(dim))
 
 
 def _within_rank(values: Tensor, xc: Tensor) -> Tensor:
@@ -192,9 +194,9 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
         # <G, Q> ds/dX_c, with ds/dX_c = U diag(∂s/∂σ) Vᵀ of norm at most 1
         along = (c.diagonal(dim1=-2, dim2=-1) * sigma * kept).sum(-1, keepdim=True)
         left, inner = left * factor, inner * factor + torch.diag_embed(along * slope)
-    dx = (left + u @ inner) @ vt
+    dx = torch.add(left, u @ inner).mul_(1 / math.sqrt(vt.shape[-1])) @ vt
     # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
-    return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(vt.shape[-1])
+    return dx.sub_(dx.mean(-1, keepdim=True))
 
 
 def _choose_solver(solver: str, x: Tensor, dtype: torch.dtype, products_will_do: bool) -> str:
@@ -337,7 +339,7 @@ def _by_rule(
     p = covariance(x, dtype=torch.float64)
     q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
     if seb:
-        q = q * (1 + scaling_factor(p))[..., None, None]
+        q = q * (1 + scaling_factor(p, solver="eigh"))[..., None, None]
     q = q.to(output_dtype(x))
     if not return_eigenvalues:
         return q

@@ -79,7 +79,7 @@ def _batched(P: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return products.symmetric(to_compute(P, dtype)).reshape(-1, *P.shape[-2:])
 
 
-def _check_steps(value: int, what: str, who: str) -> None:
+def check_steps(value: int, what: str, who: str) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{who} needs {what} of at least 1, got {value!r}")
 
@@ -112,28 +112,15 @@ def newton_schulz(P: Tensor, steps: int = 5, *, dtype: torch.dtype = torch.float
     """
     check_square(P, "newton_schulz")
     check_compute_dtype(dtype, "newton_schulz")
-    _check_steps(steps, "a number of steps", "newton_schulz")
+    check_steps(steps, "a number of steps", "newton_schulz")
     if P.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         dtype = torch.float64  # the backward products would be TF32: a switch that no context here can hold for them
     p = _batched(P, torch.promote_types(dtype, output_dtype(P)))
     trace = products.trace(p)
     scale = products.nonzero(trace)
     with full_precision(p):
-        y = _newton_schulz_root(p / scale, steps)
+        y = products.newton_schulz(p / scale, steps)
     return torch.where(trace > 0, y * scale.sqrt(), 0.0).reshape(P.shape).to(P.device, output_dtype(P))
-
-
-def _newton_schulz_root(a: Tensor, steps: int) -> Tensor:
-    """Y_k, differentiable by autograd; the last step needs no Z."""
-    three_halves = 1.5 * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    h = three_halves - 0.5 * a
-    y, z = torch.bmm(a, h), h
-    for step in range(2, steps + 1):
-        h = torch.baddbmm(three_halves, z, y, alpha=-0.5)
-        y = torch.bmm(y, h)
-        if step < steps:
-            z = torch.bmm(h, z)
-    return y
 
 
 def quintic_sqrt(P: Tensor) -> Tensor:
@@ -220,7 +207,7 @@ def mtp_sqrt(P: Tensor, degree: int = 10) -> Tensor:
     References:
         Song et al., Fast Differentiable Matrix Square Root, ICLR 2022.
     """
-    _check_steps(degree, "a degree", "mtp_sqrt")
+    check_steps(degree, "a degree", "mtp_sqrt")
     return _published_approximant(P, "mtp_sqrt", lambda z: products.polynomial(z, taylor_coefficients(degree)))
 
 
@@ -238,7 +225,7 @@ def mpa_sqrt(P: Tensor, degree: int = 5) -> Tensor:
     References:
         Song et al., Fast Differentiable Matrix Square Root, ICLR 2022.
     """
-    _check_steps(degree, "a degree", "mpa_sqrt")
+    check_steps(degree, "a degree", "mpa_sqrt")
     numerator, denominator = pade_coefficients(degree)
     return _published_approximant(
         P,

@@ -14,7 +14,7 @@ from eigengrain.functional._linear import with_gradient
 from eigengrain.functional.eigen import eigh
 
 KINDS = ("qs", "q", "s", "constant")
-SOLVERS = ("eigh", "products")
+SOLVERS = ("auto", "eigh", "products")
 
 
 def _log_qs(values: Tensor) -> Tensor:
@@ -49,7 +49,7 @@ def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return log_s.exp(), -torch.exp(-2 * values - log_s.unsqueeze(-1))
 
 
-def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "eigh") -> Tensor:
+def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "auto") -> Tensor:
     r"""The factor by which the Scaling Eigen Branch scales the square root, one a matrix, with closed-form gradient.
 
     - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 19);
@@ -63,7 +63,7 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
         kind: see above.
         constant: value for ``constant``.
-        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; NaN for traces above 2²⁶).
+        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; NaN for traces above 2²²).
 
     Returns:
         (*), float64 if P is float64 and float32 otherwise.
@@ -80,6 +80,8 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
     if kind == "constant":
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
     p = to_compute(P)
+    if solver == "auto":  # an eigendecomposition costs ten times the products on CUDA, and less than they do on a CPU
+        solver = "products" if kind == "qs" and P.is_cuda else "eigh"
     if solver == "products":
         if kind != "qs":
             raise ValueError(f"solver='products' computes the factor 'qs' only, got {kind!r}: use solver='eigh'")
