@@ -1,0 +1,188 @@
+"""The command line: quick to start, one line for a user's mistake, a traceback for ours."""
+
+import subprocess
+import sys
+import types
+from dataclasses import dataclass, fields
+
+import pytest
+
+from eigengrain import __version__, cli
+from eigengrain.errors import EigenSolverError, NonFiniteError
+
+HEAVY = ("torch", "timm", "torchvision", "captum", "matplotlib", "rich")
+
+
+def imported_by(statement: str) -> set[str]:
+    """Which of the heavy packages a fresh interpreter has loaded after a statement."""
+    code = f"import sys; {statement}; print(*[m for m in {HEAVY!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    return set(done.stdout.split())
+
+
+def test_the_package_and_the_command_line_import_nothing_heavy():
+    assert imported_by("import eigengrain") == set()
+    assert imported_by("import eigengrain.cli; eigengrain.cli._Parsers()") == set()
+
+
+def test_functional_and_heads_import_torch_alone():
+    assert imported_by("import eigengrain.functional, eigengrain.heads") == {"torch"}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Of the command of these tests.
+
+    Args:
+        steps: how many.
+        widths: one or several.
+    """
+
+    steps: int = 3
+    widths: list[int] | int = 1
+
+    def __post_init__(self):
+        if self.steps < 0:
+            raise ValueError(f"--steps must be at least 0, got {self.steps}")
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """A command ``try`` and ``bench try`` that call a function of the test's choice; returns what it was called with."""
+    module = types.ModuleType("command_of_a_test")
+    module.calls = []
+    module.act = lambda config: None
+
+    def run(config):
+        module.calls.append(config)
+        return module.act(config)
+
+    module.run = run
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    entries = [cli.Command(name, "of a test", Options, "command_of_a_test:run") for name in ("try", "bench try")]
+    monkeypatch.setattr(cli, "COMMANDS", (*cli.COMMANDS, *entries))
+    return module
+
+
+def one_line(capsys) -> str:
+    """The only line on stderr; nothing on stdout."""
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("eigengrain: error: ")
+    assert err.endswith("\n")
+    assert err.count("\n") == 1
+    return err.removeprefix("eigengrain: error: ").strip()
+
+
+def test_options_come_from_the_dataclass(command):
+    assert cli.main(["try"]) == 0
+    assert cli.main(["try", "--steps", "5", "--widths=[1,2]"]) == 0
+    assert cli.main(["bench", "try", "--widths", "7"]) == 0
+    assert command.calls == [Options(), Options(5, [1, 2]), Options(3, 7)]
+
+
+def test_options_come_from_a_file_and_the_line_wins(command, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("steps: 5\nwidths: [1, 2]\n")
+    assert cli.main(["try", "--config", str(file), "--steps", "6"]) == 0
+    assert command.calls == [Options(6, [1, 2])]
+
+
+def test_a_command_may_return_an_exit_code(command):
+    command.act = lambda config: 7
+    assert cli.main(["try"]) == 7
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["tyr"], "unknown command 'tyr': did you mean 'try'? Choose from: demo, bench, doctor, try"),
+        (
+            ["bench", "functonal"],
+            "unknown bench command 'functonal': did you mean 'functional'? Choose from: functional, try",
+        ),
+        ([], "a command is needed after 'eigengrain'. Choose from: demo, bench, doctor, try"),
+        (["bench"], "a command is needed after 'eigengrain bench'. Choose from: functional, try"),
+        (["try", "--setps", "3"], "unknown option '--setps': did you mean '--steps'? (see 'eigengrain try --help')"),
+        (["try", "--setps=3"], "unknown option '--setps': did you mean '--steps'?"),
+        (["try", "--step", "3"], "unknown option '--step': did you mean '--steps'?"),
+        (["bench", "try", "--xyz"], "unknown option '--xyz': there is none like it (see 'eigengrain bench try --help')"),
+        (["--verison"], "unknown option '--verison': did you mean '--version'? (see 'eigengrain --help')"),
+        (["try", "--steps", "many"], "option --steps: Expected a <class 'int'>. Got value: many"),
+        (["try", "--widths", "1,2"], "option --widths: cannot read '1,2' as one of"),
+        (["try", "--steps"], "argument --steps: expected one argument"),
+        (["try", "word"], "nrecognized arguments: word"),
+        (["try", "--steps", "-1"], "--steps must be at least 0, got -1"),
+        (["try", "--config", "missing.yaml"], "option --config:"),
+    ],
+)
+def test_a_mistake_gets_one_line_and_code_2(command, capsys, argv, said):
+    assert cli.main(argv) == 2
+    assert said in one_line(capsys)
+    assert command.calls == []
+
+
+def test_a_misspelt_key_of_a_file_is_refused_with_what_is_near(command, capsys, tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("setps: 5\n")
+    assert cli.main(["try", "--config", str(file)]) == 2
+    assert one_line(capsys).startswith("unknown option '--setps': did you mean '--steps'?")
+
+
+@pytest.mark.parametrize("error", [ValueError, NonFiniteError, EigenSolverError])
+def test_an_error_of_the_package_gets_one_line(command, capsys, error):
+    def act(config):
+        raise error("first line\n  second line")
+
+    command.act = act
+    assert cli.main(["try"]) == 2
+    assert one_line(capsys) == "first line second line"
+
+
+def test_a_bug_keeps_its_traceback(command):
+    def act(config):
+        raise RuntimeError("ours")
+
+    command.act = act
+    with pytest.raises(RuntimeError, match="ours"):
+        cli.main(["try"])
+
+
+def test_interrupt_exits_with_130_and_one_line(command, capsys):
+    def act(config):
+        raise KeyboardInterrupt
+
+    command.act = act
+    assert cli.main(["try"]) == 130
+    assert capsys.readouterr().err == "eigengrain: interrupted\n"
+
+
+def test_version_and_help_exit_with_0(capsys):
+    for argv, said in (
+        (["--version"], f"eigengrain {__version__}"),
+        (["--help"], "demo"),
+        (["demo", "--help"], "--samples"),
+    ):
+        with pytest.raises(SystemExit) as stop:
+            cli.main(argv)
+        assert stop.value.code == 0
+        assert said in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("entry", cli.COMMANDS, ids=lambda c: c.name)
+def test_every_command_can_be_run_and_explains_its_options(entry):
+    assert callable(entry.function())
+    assert entry.group is None or entry.group in cli.GROUPS
+    for field in fields(entry.config):
+        assert f"        {field.name}: " in entry.config.__doc__, f"{entry.name}: --{field.name} has no help"
+
+
+def test_the_installed_script_prints_no_traceback():
+    done = subprocess.run(
+        [sys.executable, "-m", "eigengrain.cli", "demo", "--sampels", "2"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert (
+        done.stderr
+        == "eigengrain: error: unknown option '--sampels': did you mean '--samples'? (see 'eigengrain demo --help')\n"
+    )
