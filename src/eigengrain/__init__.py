@@ -8,14 +8,33 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from eigengrain import functional as functional
+    from eigengrain import heads as heads
+    from eigengrain import models as models
     from eigengrain.functional import EigenSubset as EigenSubset
+    from eigengrain.heads import CovarianceHead as CovarianceHead
+    from eigengrain.heads import Head as Head
+    from eigengrain.heads import create_head as create_head
+    from eigengrain.heads import list_heads as list_heads
+    from eigengrain.heads import register_head as register_head
+    from eigengrain.models import CovarianceNet as CovarianceNet
+    from eigengrain.models import create_model as create_model
+    from eigengrain.models import from_pretrained as from_pretrained
+    from eigengrain.models import list_backbones as list_backbones
+    from eigengrain.models import load_weights as load_weights
+    from eigengrain.models import parameter_groups as parameter_groups
+    from eigengrain.models import save_pretrained as save_pretrained
 
 __version__ = "0.1.0"
 
 # public name -> module that defines it; a name equal to its module's last part is the module itself
 _EXPORTS = {
     "functional": "eigengrain.functional",
+    "heads": "eigengrain.heads",
+    "models": "eigengrain.models",
     "EigenSubset": "eigengrain.functional",
+    **dict.fromkeys(("CovarianceHead", "Head", "create_head", "list_heads", "register_head"), "eigengrain.heads"),
+    **dict.fromkeys(("CovarianceNet", "create_model", "list_backbones", "parameter_groups"), "eigengrain.models"),
+    **dict.fromkeys(("load_weights", "from_pretrained", "save_pretrained"), "eigengrain.models"),
 }
 
 __all__ = ["__version__", *_EXPORTS]
