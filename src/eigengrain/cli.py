@@ -6,8 +6,9 @@ options, their types, defaults and help are read from it), and ``run`` names the
 
 import re
 import sys
+from argparse import SUPPRESS
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
 from typing import Any, cast
@@ -16,6 +17,8 @@ from jsonargparse import ArgumentError, ArgumentParser
 
 from eigengrain import __version__, errors
 from eigengrain.bench.config import Doctor, FunctionalBench
+from eigengrain.commands.listing import Heads, Models
+from eigengrain.commands.predict import Predict
 from eigengrain.errors import unknown_name
 from eigengrain.studies.config import GradientTour
 
@@ -35,6 +38,8 @@ class Command:
     help: str
     config: type[Any]
     run: str
+    #: options that are given without their name, as many of them as argparse's nargs says: ? or *
+    positional: dict[str, str] = field(default_factory=dict)
 
     @property
     def group(self) -> str | None:
@@ -55,6 +60,27 @@ class Command:
 GROUPS = {"bench": "measure speed and memory"}
 
 COMMANDS = (
+    Command(
+        "predict",
+        "name what images show, with a trained model",
+        Predict,
+        "eigengrain.commands.predict:run",
+        positional={"images": "*"},
+    ),
+    Command(
+        "models",
+        "the backbones, and the size of their feature maps",
+        Models,
+        "eigengrain.commands.listing:run_models",
+        positional={"pattern": "?"},
+    ),
+    Command(
+        "heads",
+        "the heads, and the length of their vectors",
+        Heads,
+        "eigengrain.commands.listing:run_heads",
+        positional={"pattern": "?"},
+    ),
     Command(
         "demo",
         "a tour of the gradients of the covariance root, without training",
@@ -87,6 +113,20 @@ def _parser(description: str | None = None, **options: Any) -> ArgumentParser:
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False, **options)
 
 
+def _add_options(parser: ArgumentParser, command: Command) -> None:
+    """The options of a command: positional ones, switches (--json, without a value), and the others by name."""
+    draft = _parser()
+    draft.add_class_arguments(command.config)
+    said = {name.lstrip("-"): action.help for name, action in draft._option_string_actions.items()}
+    switches = [f for f in fields(command.config) if f.type in (bool, "bool") and f.default is False]
+    parser.add_class_arguments(command.config, skip={*command.positional, *(f.name for f in switches)})
+    for name, many in command.positional.items():
+        # where none is given nothing is set, so that a YAML file may say it
+        parser.add_argument(name, nargs=many, type=str, default=SUPPRESS, help=said[name])
+    for switch in switches:
+        parser.add_argument(f"--{switch.name}", action="store_true", help=said[switch.name])
+
+
 class _Parsers:
     """The tree of parsers, with those of single commands at hand by name."""
 
@@ -102,7 +142,7 @@ class _Parsers:
                 branches[command.group] = group.add_subcommands(required=True, metavar="command", dest="command")
             parser = self.of[command.name] = _parser(command.help)
             parser.add_argument("--config", action="config", help="a YAML file with these options")
-            parser.add_class_arguments(command.config)
+            _add_options(parser, command)
             branches[command.group].add_subcommand(command.last_word, parser, help=command.help)
 
     def parse(self, argv: Sequence[str]) -> tuple[Command, Any]:
@@ -118,7 +158,7 @@ class _Parsers:
         if name in GROUPS:
             name, options = f"{name} {options.command}", options[options.command]
         command = next(c for c in COMMANDS if c.name == name)
-        return command, command.config(**{f.name: options[f.name] for f in fields(command.config)})
+        return command, command.config(**{f.name: options[f.name] for f in fields(command.config) if f.name in options})
 
     def _explain(self, argv: Sequence[str], message: str) -> str:
         """One line for a command line that cannot be read: misspelt words first, with what is near them."""

@@ -344,3 +344,18 @@ def test_vgg16_convolutions():
 
 def test_efficientnet_lite0_whole():
     load_weights(create_model("tf_efficientnet_lite0", head="gap"), real("efficientnet_lite0"), strict=True)
+
+
+@pytest.mark.parametrize("model", [{}, {"backbone": 7}, {"backbone": "resnet18", "no_such_option": 1}])
+def test_a_config_that_describes_no_model_is_one_clear_line(tmp_path, model):
+    (tmp_path / "config.json").write_text(json.dumps({"model": model, "pretrained_cfg": {}}))
+    with pytest.raises(ValueError):
+        from_pretrained(tmp_path)
+
+
+def test_a_config_cannot_lead_to_other_files_or_a_hub(tmp_path):
+    save_pretrained(create_model("resnet18", head="gap", num_classes=2), tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["model"] |= {"weights": "/no/such/file", "pretrained": True}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert from_pretrained(tmp_path).num_classes == 2

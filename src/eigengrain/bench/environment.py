@@ -32,7 +32,7 @@ def pick_device(name: str) -> torch.device:
     if device.type == "mps" and not torch.backends.mps.is_available():
         raise ValueError("device 'mps' is not here: use auto or cpu")
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device {name!r} cannot be measured here: use auto, cpu, cuda, cuda:1 or mps")
+        raise ValueError(f"device {name!r} is not supported: use auto, cpu, cuda, cuda:1 or mps")
     return device
 
 

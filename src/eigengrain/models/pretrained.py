@@ -74,7 +74,12 @@ def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
             f"{str(folder)!r} is not a folder of save_pretrained: {path.name} is missing or not as expected "
             f"({type(error).__name__}: {error})"
         ) from error
-    model = create_model(**_with_tuples(options))
+    for key in ("weights", "pretrained"):  # a folder is read for itself: its config must not lead to other files or a hub
+        options.pop(key, None)
+    try:
+        model = create_model(**_with_tuples(options))
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"{str(path)!r} does not describe a model: {error}") from error
     load_weights(model, Path(folder) / WEIGHTS_FILE, strict=True)
     model.pretrained_cfg |= _with_tuples(description)
     model.class_names = config.get("label_names")

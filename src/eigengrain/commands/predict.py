@@ -1,0 +1,486 @@
+"""A user's images to class names: a table on the terminal and a CSV file. Nothing heavy is imported before it runs."""
+
+import csv
+import os
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from glob import glob, has_magic
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    from PIL import Image
+    from rich.table import Table
+    from torch import Tensor, device
+
+    from eigengrain.models import CovarianceNet
+
+#: decoders that an image may reach; others of Pillow's run programs (EPS) or read from other files
+FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
+#: names of the files that are taken from a folder
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
+)
+#: a narrower image would become huge when its short side is resized to what the model takes
+MAX_ASPECT = 100
+#: rows of the table on the terminal
+SHOWN = 10
+
+
+@dataclass(frozen=True)
+class Predict:
+    """Which images, which model, and where the class names go.
+
+    Args:
+        images: files, folders (searched to the bottom) and quoted patterns such as 'photos/**/*.jpg'.
+        checkpoint: a folder of save_pretrained, or a weights file together with --backbone, --head and --num_classes.
+        topk: classes that are named for each image, the likeliest first.
+        out: the CSV file, one row an image.
+        batch_size: images that go through the model together.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
+        workers: processes that read images; none are started where one batch holds them all.
+        img_size: side of the square that the model sees; as the checkpoint says by default.
+        class_names: text file with one class a line, in the order of the scores, for a checkpoint that has no names.
+        backbone: of a weights file; 'eigengrain models' lists them.
+        head: of a weights file; 'eigengrain heads' lists them.
+        num_classes: of a weights file.
+        reduce: channels that a weights file's head reduces to.
+        last_stride: 1 for a weights file of a model that was trained so.
+    """
+
+    images: list[str] = field(default_factory=list)
+    checkpoint: str = ""
+    topk: int = 5
+    out: str = "predictions.csv"
+    batch_size: int = 32
+    device: str = "auto"
+    workers: int = 4
+    img_size: int | None = None
+    class_names: str | None = None
+    backbone: str | None = None
+    head: str | None = None
+    num_classes: int | None = None
+    reduce: int | Literal["auto"] | None = "auto"
+    last_stride: int | None = None
+
+    def __post_init__(self) -> None:
+        if not self.images:
+            raise ValueError("name the images: files, folders or patterns such as 'photos/*.jpg'")
+        if not self.checkpoint:
+            raise ValueError("name the model with --checkpoint: a folder of save_pretrained, or a weights file")
+        for name, least in (("topk", 1), ("batch_size", 1), ("workers", 0), ("img_size", 1), ("num_classes", 1)):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"--{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What one image shows: (class, probability), the likeliest first; or why there is no answer."""
+
+    path: str
+    classes: list[tuple[str, float]] = field(default_factory=list)
+    problem: str = ""
+
+
+def find_images(places: Sequence[str]) -> tuple[list[str], list[Prediction]]:
+    """Image files at the given places, each once, and the places where there are none with the reason.
+
+    Example:
+        >>> find_images(["no/such/place.jpg"])
+        ([], [Prediction(path='no/such/place.jpg', classes=[], problem='there is no such file or folder')])
+    """
+    images: dict[str, None] = {}
+    problems: list[Prediction] = []
+    for place in places:
+        # a file may have a name that reads as a pattern
+        matches = sorted(glob(place, recursive=True)) if has_magic(place) and not os.path.exists(place) else [place]
+        found = [name for match in matches for name in (_images_inside(match) if os.path.isdir(match) else [match])]
+        found = [name for name in found if os.path.lexists(name)]
+        images |= dict.fromkeys(found)
+        if not found:
+            problems.append(Prediction(place, problem=_why_nothing(place)))
+    return list(images), problems
+
+
+def _images_inside(folder: str) -> list[str]:
+    """Images in a folder and the folders in it; what is hidden is left out, linked folders are entered once."""
+    found: list[str] = []
+    entered: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(parent)
+        if here in entered:
+            folders.clear()
+            continue
+        entered.add(here)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        names = [name for name in sorted(names) if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
+        found += [os.path.join(parent, name) for name in names]
+    return found
+
+
+def _why_nothing(place: str) -> str:
+    if os.path.isdir(place):
+        return f"no images in this folder (files named {', '.join(SUFFIXES[:7])}, …)"
+    if has_magic(place):
+        return "no file matches this pattern"
+    return f"there is no such file or folder{_near(place)}"
+
+
+def _near(path: str) -> str:
+    """Names beside a missing one that its writer may have meant."""
+    parent, name = os.path.split(path.rstrip(os.sep))
+    folder = parent or "."
+    beside = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
+    near = [repr(os.path.join(parent, n)) for n in get_close_matches(name, beside, n=2)]
+    return f": did you mean {' or '.join(near)}?" if near else ""
+
+
+def read_image(path: str) -> "Image.Image":
+    """An image file as RGB, upright as its EXIF says; what a transparent pixel hides is shown, as in training.
+
+    Raises:
+        ValueError: with the reason in a few words, if the file is no image, damaged, or too large when unpacked.
+    """
+    from PIL import Image, UnidentifiedImageError
+
+    if not os.path.isfile(path):
+        raise ValueError("there is no such file" if not os.path.exists(path) else "not a plain file")
+    if os.path.getsize(path) == 0:
+        raise ValueError("the file is empty")
+    try:
+        with warnings.catch_warnings():
+            # large photos and odd metadata are worth no line; above twice Pillow's limit it raises
+            warnings.simplefilter("ignore")
+            Image.init()
+            with Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
+                _check_proportions(*image.size)
+                image.load()
+                return _rgb(_upright(image), sixteen_bits=image.mode == "I" and image.format in ("PNG", "PPM"))
+    except UnidentifiedImageError:
+        raise ValueError(f"not an image, or of a kind that is not read ({', '.join(FORMATS)})") from None
+    except Image.DecompressionBombError as error:
+        raise ValueError(f"refused: {error}") from None
+    except ValueError as error:
+        raise ValueError(str(error)) from None
+    except Exception as error:  # decoders fail in many ways on damaged files, and none of them should stop a run
+        if isinstance(error, OSError) and error.strerror:
+            raise ValueError(f"cannot be opened ({error.strerror})") from None
+        raise ValueError(f"damaged ({error or type(error).__name__})") from None
+
+
+def _check_proportions(width: int, height: int) -> None:
+    if max(width, height) > MAX_ASPECT * min(width, height):
+        raise ValueError(f"refused: {width} × {height} pixels, one side is more than {MAX_ASPECT} times the other")
+
+
+def _rgb(image: "Image.Image", sixteen_bits: bool) -> "Image.Image":
+    """RGB of whatever mode; ``sixteen_bits`` for images whose mode alone does not say that they have as many."""
+    if sixteen_bits or image.mode.startswith("I;16"):
+        import numpy as np
+        from PIL import Image
+
+        # Pillow's own conversion would clip what is above 255
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    if image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no fixed range: save the image with 8 or 16 bits")
+    return image.convert("RGB")
+
+
+def _upright(image: "Image.Image") -> "Image.Image":
+    from PIL import ImageOps
+
+    try:
+        return ImageOps.exif_transpose(image)
+    except Exception:  # damaged metadata of an image that is otherwise whole
+        return image
+
+
+def open_model(config: Predict) -> "CovarianceNet":
+    """The model of a checkpoint, with class names, in evaluation mode.
+
+    Raises:
+        ValueError: if there is no model, a part of it is missing, or its classes are not as many as was said.
+    """
+    from eigengrain.models import from_pretrained
+
+    path = Path(config.checkpoint)
+    if not path.exists():
+        raise ValueError(f"there is no checkpoint {config.checkpoint!r}{_near(config.checkpoint)}")
+    beside = path.parent / "config.json"
+    if path.is_file() and config.backbone is None and path.name == "model.safetensors" and beside.is_file():
+        path = path.parent  # the file that was named is a part of a folder that says the rest
+    if path.is_dir():
+        given = [f"--{name}" for name in ("backbone", "head", "last_stride") if getattr(config, name) is not None]
+        given += ["--reduce"] if config.reduce != "auto" else []
+        if given:
+            raise ValueError(f"{', '.join(given)} is for a weights file: the folder {str(path)!r} says what its model is")
+        if not (path / "config.json").is_file():
+            inner = sorted(str(file.parent) for file in path.glob("*/config.json"))[:3]
+            hint = f": did you mean {' or '.join(map(repr, inner))}?" if inner else ""
+            raise ValueError(f"{str(path)!r} is not a folder of save_pretrained: it has no config.json{hint}")
+        model = from_pretrained(path)
+    else:
+        model = _from_weights(path, config)
+    if config.num_classes is not None and model.num_classes != config.num_classes:
+        raise ValueError(
+            f"the model has {model.num_classes} classes, --num_classes says {config.num_classes}: leave it out"
+        )
+    _check_use(model, config)
+    model.class_names = _names(model, config.class_names)
+    return model.eval()
+
+
+def _from_weights(path: Path, config: Predict) -> "CovarianceNet":
+    """A model by its names, filled from a file; what stays untrained would make noise of every answer, so it is refused."""
+    import torch
+
+    from eigengrain.models import create_model, load_weights
+
+    if config.backbone is None or config.num_classes is None:
+        raise ValueError(
+            f"{str(path)!r} is a weights file, which does not say its model: give --backbone, --head and --num_classes, or "
+            "the folder that save_pretrained wrote"
+        )
+    options: dict[str, Any] = {
+        "head": config.head,
+        "num_classes": config.num_classes,
+        "reduce": config.reduce,
+        "last_stride": config.last_stride,
+    }
+    if config.img_size is not None:
+        with torch.device("meta"):  # only networks that are built for one size take img_size
+            built_for = create_model(config.backbone, **options).config["img_size"]
+        options["img_size"] = config.img_size if built_for else None
+    model = create_model(config.backbone, **options)
+    report = load_weights(model, path)
+    untrained = (*report.mismatched, *report.new)
+    if untrained:
+        more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
+        raise ValueError(
+            f"{path.name} does not fill the model: {', '.join(untrained[:3])}{more}; check --backbone, --head, "
+            "--num_classes and --reduce"
+        )
+    return model
+
+
+def _check_use(model: "CovarianceNet", config: Predict) -> None:
+    if model.num_classes == 0:
+        raise ValueError(f"{config.checkpoint!r} has no classifier (num_classes is 0), so there is nothing to name")
+    channels = _preparation(model)["input_size"][0]
+    if channels != 3:
+        raise ValueError(f"the model takes images with {channels} channels; here they are read as RGB")
+    built_for = model.config.get("img_size")
+    if config.img_size is not None and built_for and tuple(built_for) != (config.img_size, config.img_size):
+        raise ValueError(f"the model is built for images of {built_for[0]} × {built_for[1]}: leave --img_size out")
+
+
+def _preparation(model: "CovarianceNet", img_size: int | None = None) -> dict[str, Any]:
+    """What the images go through, as the checkpoint says, in timm's words: size, crop, interpolation, mean, std."""
+    from timm.data import create_transform, resolve_data_config
+
+    try:
+        preparation: dict[str, Any] = resolve_data_config({"img_size": img_size}, pretrained_cfg=model.pretrained_cfg)
+        create_transform(**preparation)
+        if not len(preparation["input_size"]) == len(preparation["mean"]) == len(preparation["std"]) == 3:
+            raise ValueError("input_size, mean and std must have 3 numbers each")
+        return preparation
+    except Exception as error:  # values of any type may stand in a JSON file
+        raise ValueError(f"the checkpoint's preprocessing cannot be followed ({error}): see its pretrained_cfg") from error
+
+
+def _names(model: "CovarianceNet", file: str | None) -> list[str]:
+    """Class names from the checkpoint, from a text file, or numbers."""
+    names, source = model.class_names, "the checkpoint"
+    if file is not None:
+        source = repr(file)
+        try:
+            names = Path(file).read_text(encoding="utf-8-sig").strip().splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"cannot read the class names of {file!r} ({error}): a text file, one name a line") from None
+    if names is None:
+        return [str(number) for number in range(model.num_classes)]
+    if not isinstance(names, list):
+        raise ValueError(f"class names must be a list, {source} has {names!r}: give a text file with --class_names")
+    if len(names) != model.num_classes:
+        raise ValueError(f"the model has {model.num_classes} classes, {source} has {len(names)} names")
+    return [str(name).strip() for name in names]
+
+
+class _Images:
+    """Images by number, ready for the model, or the reason why one is not."""
+
+    def __init__(self, paths: Sequence[str], transform: Any):
+        self.paths, self.transform = paths, transform
+
+    def __len__(self) -> int:
+        return len(self.paths)
+
+    def __getitem__(self, number: int) -> "Tensor | str":
+        try:
+            image = read_image(self.paths[number])
+        except ValueError as error:
+            return str(error)
+        return self.transform(image)
+
+
+def _stacked(samples: "list[Tensor | str]") -> "tuple[Tensor | None, list[str]]":
+    """Images that could be read in one tensor, and for each sample its problem, empty where there is none."""
+    import torch
+
+    images = [sample for sample in samples if not isinstance(sample, str)]
+    return torch.stack(images) if images else None, [sample if isinstance(sample, str) else "" for sample in samples]
+
+
+def classify(model: "CovarianceNet", paths: Sequence[str], config: Predict, device: "device") -> Iterator[list[Prediction]]:
+    """Predictions for image files, batch by batch in their order; worker processes start at the call."""
+    import torch
+    from timm.data import create_transform
+    from torch.utils.data import DataLoader
+
+    batches = -(-len(paths) // config.batch_size)
+    loader: DataLoader[Any] = DataLoader(
+        _Images(paths, create_transform(**_preparation(model, config.img_size))),  # type: ignore[arg-type]
+        batch_size=config.batch_size,
+        num_workers=min(config.workers, os.cpu_count() or 1, batches) if batches > 1 else 0,
+        collate_fn=_stacked,
+    )
+    names = model.class_names or []
+    topk = min(config.topk, model.num_classes)
+
+    @torch.inference_mode()
+    def answers(images: "Tensor | None") -> Iterator[list[tuple[str, float]]]:
+        if images is None:
+            return iter(())
+        scores = model(images.to(device)).cpu().double()
+        if not scores.isfinite().all():
+            raise ValueError("the model's scores are not finite: is the checkpoint of a training that diverged?")
+        best = scores.softmax(-1).topk(topk)
+        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
+        return iter([[(names[i], p) for p, i in zip(values, indices, strict=True)] for values, indices in rows])
+
+    def predictions(batches: "Iterator[tuple[Tensor | None, list[str]]]") -> Iterator[list[Prediction]]:
+        path = iter(paths)
+        for images, problems in batches:
+            answer = answers(images)
+            yield [Prediction(next(path), [] if p else next(answer), p) for p in problems]
+
+    return predictions(iter(loader))
+
+
+def write_predictions(path: Path, predictions: Sequence[Prediction], topk: int) -> None:
+    """One row an image: path, class_1, probability_1, class_2, …, and the problem of one that could not be read."""
+    header = ["path", *(f"{what}_{rank}" for rank in range(1, topk + 1) for what in ("class", "probability")), "problem"]
+    rows = [header]
+    for prediction in predictions:
+        cells = [cell for name, p in prediction.classes for cell in (_no_formula(name, "'"), f"{p:.6f}")]
+        cells += [""] * (2 * topk - len(cells))
+        rows.append([_no_formula(_plain(prediction.path), "./"), *cells, prediction.problem])
+    # spreadsheets take a file without the mark for one in the local alphabet
+    plain = all(cell.isascii() for row in rows for cell in row)
+    with path.open("w", newline="", encoding="utf-8" if plain else "utf-8-sig") as file:
+        csv.writer(file).writerows(rows)
+
+
+def _no_formula(text: str, prefix: str) -> str:
+    """Text that a spreadsheet would run as a formula, with something harmless in front.
+
+    Example:
+        >>> _no_formula("=1+1.jpg", "./"), _no_formula("wren", "'")
+        ('./=1+1.jpg', 'wren')
+    """
+    return prefix + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
+
+
+def _plain(text: str) -> str:
+    """Text on one line, without control characters or bytes that are no letters."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def table(predictions: Sequence[Prediction]) -> "Table":
+    """The first predictions for reading."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    folder = _shared_folder([prediction.path for prediction in predictions])
+    view = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    view.add_column("image", overflow="fold")
+    view.add_column("class", overflow="fold")
+    view.add_column("probability", justify="right", no_wrap=True)
+    view.add_column("or else", style="dim", overflow="fold")
+    for prediction in predictions[:SHOWN]:
+        (name, p), *others = prediction.classes
+        rest = ", ".join(f"{other} {100 * q:.1f} %" for other, q in others[:1])
+        shown = os.path.relpath(prediction.path, folder) if folder else prediction.path
+        view.add_row(escape(_plain(shown)), escape(_plain(name)), f"{100 * p:.1f} %", escape(_plain(rest)))
+    return view
+
+
+def _shared_folder(paths: Sequence[str]) -> str:
+    """The folder that all paths are in, empty where there is none.
+
+    Example:
+        >>> _shared_folder(["photos/a/1.jpg", "photos/b/2.jpg"]), _shared_folder(["/photos/1.jpg", "2.jpg"])
+        ('photos', '')
+    """
+    try:
+        return os.path.commonpath([os.path.dirname(path) for path in paths])
+    except ValueError:  # absolute and relative ones, or several drives
+        return ""
+
+
+def run(config: Predict) -> int:
+    """``eigengrain predict``: 0 if at least one image was classified, 2 if none was."""
+    from rich.console import Console
+
+    paths, missing = find_images(config.images)
+    if not paths:
+        raise ValueError("; ".join(f"{_plain(m.path)}: {m.problem}" for m in missing))
+    import torch
+
+    from eigengrain.bench.display import progress_bar
+    from eigengrain.bench.environment import pick_device
+    from eigengrain.bench.records import writable
+
+    out, device = writable(config.out), pick_device(config.device)
+    model = open_model(config).to(device)
+    console = Console()
+    done: list[Prediction] = []
+    try:
+        batches = classify(model, paths, config, device)
+        bar = progress_bar(Console(stderr=True))
+        bar.disable = not bar.console.is_terminal  # a log has no use for it
+        with bar as progress, warnings.catch_warnings():
+            # of a short rank: said in training, and no matter of these images
+            warnings.filterwarnings("ignore", message="the covariance of")
+            task = progress.add_task("images", total=len(paths))
+            for batch in batches:
+                done += batch
+                progress.advance(task, len(batch))
+    except torch.OutOfMemoryError as error:
+        raise ValueError(f"out of memory with --batch_size {config.batch_size}: try a smaller one") from error
+    except RuntimeError as error:
+        if config.img_size is None:
+            raise
+        reason = str(error).splitlines()[0]
+        raise ValueError(f"the model does not run on images of --img_size {config.img_size}: {reason}") from error
+    finally:  # what was done before Ctrl-C is not lost
+        named = [prediction for prediction in done if prediction.classes]
+        if named:
+            write_predictions(out, done, min(config.topk, model.num_classes))
+    if named:
+        console.print(table(named))
+        more = f", the first {SHOWN} are shown" if len(named) > SHOWN else ""
+        images = f"{len(named)} image{'s' if len(named) > 1 else ''}"
+        console.print(f"{images} classified{more}; written to {out}", soft_wrap=True, markup=False, highlight=False)
+    failed = missing + [prediction for prediction in done if prediction.problem]
+    if failed:
+        errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
+        errors.print(f"{len(failed)} could not be read:")
+        for prediction in failed:
+            errors.print(f"  {_plain(prediction.path)}: {_plain(prediction.problem)}")
+    return 0 if named else 2
