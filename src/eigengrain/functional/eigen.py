@@ -45,7 +45,7 @@ def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = torch.linalg.eigh(p)
         return values, vectors
     chunks = list(_workers(torch.get_num_threads()).map(torch.linalg.eigh, p.chunk(threads)))
-    return torch.cat([c[0] for c in chunks]), torch.cat([c[1] for c in chunks])
+    return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # rows are contiguous in LAPACK's
 
 
 def _solve_cpu(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -130,6 +130,7 @@ def check_finite(p: Tensor, who: str) -> None:
 
 @torch.library.custom_op("eigengrain::eigh", mutates_args=())
 def _eigh_op(p: Tensor, backend: str) -> tuple[Tensor, Tensor]:
+    """Descending eigenvalues, and the eigenvectors in ROWS: as solvers leave them, so that nothing is transposed."""
     batch = p.reshape(-1, *p.shape[-2:])
     batch = (batch + batch.mT) / 2
     name = _choose(backend, batch)
@@ -138,7 +139,7 @@ def _eigh_op(p: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     else:
         values, vectors = _solve_or_repair(batch, SOLVERS[name])
     # every solver here returns ascending order; this is the one place where it is turned round
-    return values.flip(-1).reshape(p.shape[:-1]), vectors.flip(-1).reshape(p.shape).contiguous()
+    return values.flip(-1).reshape(p.shape[:-1]), vectors.mT.flip(-2).reshape(p.shape)
 
 
 @_eigh_op.register_fake
@@ -156,7 +157,8 @@ def decompose(p: Tensor, backend: str = "auto") -> Eigh:
     """The decomposition as constants: no gradient is recorded. ``p`` is (*, d, d) in the working precision."""
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
-    return Eigh(*_eigh_op(p.detach(), backend))
+    values, rows = _eigh_op(p.detach(), backend)
+    return Eigh(values, rows.mT)
 
 
 # --- the public function -----------------------------------------------------------------------------------------

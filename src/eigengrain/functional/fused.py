@@ -134,7 +134,7 @@ def _ratios(sigma: Tensor, keep: Tensor, cut: str) -> Tensor:
     """
     si, sj = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
     total = si + sj
-    inside = torch.where(total > 0, -si / torch.where(total > 0, total, 1.0), 0.0)
+    inside = -si / total.clamp_min(torch.finfo(sigma.dtype).tiny)  # 0/tiny = 0 between null directions
     if keep.dtype != torch.bool:  # every eigenvalue is kept
         return inside
     ki, kj = keep.unsqueeze(-1), keep.unsqueeze(-2)
@@ -181,20 +181,22 @@ class _Root(torch.autograd.Function):
 def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool) -> Tensor:
     """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``."""
     u, sigma, vt = factors
-    kept = keep.to(sigma.dtype)
     gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
     c = u.mT @ gu  # (B, r, r)
     # U full would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
     # with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
-    left = 2 * gu * kept.unsqueeze(-2)
-    inner = 2 * c * _ratios(sigma, keep, cut)
+    inner = c * _ratios(sigma, keep, cut)
+    scale = torch.full_like(sigma[..., :1], 2.0)
+    if keep.dtype == torch.bool:
+        gu = gu * keep
     if seb:
         s, slope = qs_and_slope(sigma.square())
-        factor = (1 + s)[..., None, None]
+        scale = scale * (1 + s).unsqueeze(-1)
         # <G, Q> ds/dX_c, with ds/dX_c = U diag(∂s/∂σ) Vᵀ of norm at most 1
-        along = (c.diagonal(dim1=-2, dim2=-1) * sigma * kept).sum(-1, keepdim=True)
-        left, inner = left * factor, inner * factor + torch.diag_embed(along * slope)
-    dx = torch.add(left, u @ inner).mul_(1 / math.sqrt(vt.shape[-1])) @ vt
+        along = (c.diagonal(dim1=-2, dim2=-1) * sigma * keep).sum(-1, keepdim=True)
+        inner.diagonal(dim1=-2, dim2=-1).add_(along * slope / scale)
+    left = (u @ inner).add_(gu).mul_((scale / math.sqrt(vt.shape[-1])).unsqueeze(-1))
+    dx = left @ vt
     # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
     return dx.sub_(dx.mean(-1, keepdim=True))
 
