@@ -4,6 +4,7 @@ At a batch of 10 matrices of size 256 the products of a square root take less ti
 """
 
 import functools
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
@@ -45,7 +46,7 @@ def replayed(function: F) -> F:
 
     It is called plainly while compiling, under ``torch.func`` transforms, and inside a capture of the caller's own.
     """
-    seen: OrderedDict[Any, _Recording | int] = OrderedDict()
+    seen: OrderedDict[Any, _Recording | int | None] = OrderedDict()  # None: it could not be recorded
 
     @functools.wraps(function)
     def call(*tensors: Tensor, **options: Any) -> Any:
@@ -54,16 +55,22 @@ def replayed(function: F) -> F:
         shapes = tuple((t.shape, t.dtype) for t in tensors)
         key = (tensors[0].device, torch.cuda.current_stream().cuda_stream, shapes, tuple(options.items()))
         known = seen.pop(key, 0)
-        if isinstance(known, int) and known < _WORTH_IT:
-            known += 1
-        elif isinstance(known, int):
-            known = _Recording(function, tensors, options)
+        if isinstance(known, int):
+            known = known + 1 if known < _WORTH_IT else _record(function, tensors, options)
         seen[key] = known
         if len(seen) > _REMEMBERED:
             seen.popitem(last=False)
-        return function(*tensors, **options) if isinstance(known, int) else known.replay(tensors)
+        return known.replay(tensors) if isinstance(known, _Recording) else function(*tensors, **options)
 
     return cast(F, call)
+
+
+def _record(function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Recording | None:
+    try:
+        return _Recording(function, tensors, options)
+    except RuntimeError as error:  # no memory for it, or a library that cannot be captured
+        warnings.warn(f"CUDA graph not recorded, kernels are launched one by one ({error})", stacklevel=3)
+        return None
 
 
 def _recordable(tensor: Tensor) -> bool:
