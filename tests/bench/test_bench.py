@@ -232,7 +232,7 @@ def test_the_command_writes_every_measurement_with_its_environment(tmp_path, cap
         (["--methods", "[qr]"], "unknown method 'qr'"),
         (["--device", "abacus"], "unknown device 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not here"),
-        (["--device", "meta"], "device 'meta' cannot be measured here"),
+        (["--device", "meta"], "device 'meta' is not supported"),
     ],
 )
 def test_options_that_cannot_be_are_refused_before_anything_runs(capsys, argv, said, monkeypatch, tmp_path):
