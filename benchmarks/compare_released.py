@@ -7,6 +7,8 @@ paper's SEB, which needs CUDA). Repeats take turns, so that a disturbance of the
 and the ratio is that of the medians. The layers, all on the same float32 features:
 
     ours           triu_vector(sqrt_covariance(x, seb=True)), float64 inside
+    ours-mpncov    the same without the branch
+    ours-isqrt     triu_vector(isqrt_covariance(x)), 5 Newton–Schulz steps, float64 inside
     newton-schulz  the released covariance, 5 steps, upper triangle, in float32
     released-seb   the released SEB module, float64 inside
 """
@@ -25,7 +27,7 @@ from torch import Tensor
 
 from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.records import writable, write_csv
-from eigengrain.functional import sqrt_covariance, triu_vector
+from eigengrain.functional import isqrt_covariance, sqrt_covariance, triu_vector
 
 Layer = Callable[[Tensor], Tensor]
 
@@ -42,7 +44,11 @@ def load(checkout: Path, file: str) -> ModuleType:
 
 
 def layers(args: argparse.Namespace, device: torch.device) -> dict[str, Layer]:
-    found: dict[str, Layer] = {"ours": lambda x: triu_vector(sqrt_covariance(x, seb=True))}
+    found: dict[str, Layer] = {
+        "ours": lambda x: triu_vector(sqrt_covariance(x, seb=True)),
+        "ours-mpncov": lambda x: triu_vector(sqrt_covariance(x)),
+        "ours-isqrt": lambda x: triu_vector(isqrt_covariance(x)),
+    }
     mpncov = load(args.fast_mpn_cov, "MPNCOV.py")
     found["newton-schulz"] = lambda x: mpncov.TriuvecLayer(mpncov.SqrtmLayer(mpncov.CovpoolLayer(x), 5))
     if args.differentiable_svd and device.type == "cuda":
@@ -85,10 +91,10 @@ def main() -> None:
     x = torch.randn(shape).relu().to(device).requires_grad_()
     contestants = layers(args, device)
     times: dict[str, list[float]] = {name: [] for name in contestants}
-    for turn in range(2 + args.repeats):
+    for turn in range(4 + args.repeats):
         for name, layer in contestants.items():
             t = seconds(layer, x, device)
-            if turn >= 2:  # the first two warm up
+            if turn >= 4:  # the first ones warm up
                 times[name].append(t)
 
     medians = {name: 1e3 * median(runs) for name, runs in times.items()}

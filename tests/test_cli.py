@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 import pytest
 
 from eigengrain import __version__, cli
-from eigengrain.errors import EigenSolverError, NonFiniteError
+from eigengrain.errors import EigenSolverError, LayoutError, NonFiniteError
 
 HEAVY = ("torch", "timm", "torchvision", "captum", "matplotlib", "rich")
 
@@ -137,6 +137,15 @@ def test_an_error_of_the_package_gets_one_line(command, capsys, error):
     command.act = act
     assert cli.main(["try"]) == 2
     assert one_line(capsys) == "first line second line"
+
+
+def test_the_layout_of_a_folder_keeps_its_lines(command, capsys):
+    def act(config):
+        raise LayoutError("first line\n  second line")
+
+    command.act = act
+    assert cli.main(["try"]) == 2
+    assert capsys.readouterr().err == "eigengrain: error: first line\n  second line\n"
 
 
 def test_a_bug_keeps_its_traceback(command):

@@ -16,7 +16,9 @@ from typing import Any, cast
 from jsonargparse import ArgumentError, ArgumentParser
 
 from eigengrain import __version__, errors
-from eigengrain.bench.config import Doctor, FunctionalBench
+from eigengrain.bench.config import Doctor, FunctionalBench, GrowthBench, HeadsBench, StepBench
+from eigengrain.bench.loader import LoaderBench
+from eigengrain.commands.datasets import Datasets
 from eigengrain.commands.listing import Heads, Models
 from eigengrain.commands.predict import Predict
 from eigengrain.errors import unknown_name
@@ -82,6 +84,13 @@ COMMANDS = (
         positional={"pattern": "?"},
     ),
     Command(
+        "datasets",
+        "the data sets, their layouts, and a check of a folder's images",
+        Datasets,
+        "eigengrain.commands.datasets:run",
+        positional={"action": "?", "name": "?", "root": "?"},
+    ),
+    Command(
         "demo",
         "a tour of the gradients of the covariance root, without training",
         GradientTour,
@@ -92,6 +101,30 @@ COMMANDS = (
         "time and memory of every square root of a covariance",
         FunctionalBench,
         "eigengrain.bench.functional:run",
+    ),
+    Command(
+        "bench heads",
+        "time and memory of every head on a feature map",
+        HeadsBench,
+        "eigengrain.bench.heads:run",
+    ),
+    Command(
+        "bench step",
+        "time and memory of whole training steps (Table 8 of the paper)",
+        StepBench,
+        "eigengrain.bench.step:run",
+    ),
+    Command(
+        "bench growth",
+        "how the time of the SEB layer grows with batch and channels",
+        GrowthBench,
+        "eigengrain.bench.growth:run",
+    ),
+    Command(
+        "bench loader",
+        "images a second of the loader, beside torchvision's",
+        LoaderBench,
+        "eigengrain.bench.loader:run",
     ),
     Command(
         "doctor",
@@ -212,7 +245,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
         return 130
     except USER_ERRORS as error:
-        print(f"{PROGRAM}: error: {_one_line(str(error))}", file=sys.stderr)
+        message = str(error) if isinstance(error, errors.LayoutError) else _one_line(str(error))
+        print(f"{PROGRAM}: error: {message}", file=sys.stderr)
         return 2
 
 

@@ -8,6 +8,10 @@ class NonFiniteError(ValueError):
     """The input of a decomposition contains NaN or infinity."""
 
 
+class LayoutError(ValueError):
+    """A folder is not laid out as its data set is; the message shows both, on several lines."""
+
+
 class EigenSolverError(RuntimeError):
     """A decomposition failed on every rung of the repair ladder."""
 

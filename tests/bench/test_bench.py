@@ -146,7 +146,7 @@ def test_all_ways_compute_roots_of_the_same_covariance():
     factor = 1 + (values * torch.exp(-2 * values)).sum(-1).sqrt()[:, None, None]
     for name, layer in bench.METHODS.items():
         root = layer(x)
-        if name in ("eigh", "gram", "svd", "products"):
+        if name in ("auto", "eigh", "gram", "svd", "products"):
             torch.testing.assert_close(root @ root, factor**2 * p, rtol=1e-8, atol=1e-10)
         else:  # approximate by design
             torch.testing.assert_close(root @ root, p, rtol=0.1, atol=0.02)
@@ -327,7 +327,7 @@ def test_released_code_is_measured_from_its_checkout(tmp_path):
     assert "skipped on the CPU" in done.stderr
     with out.open(newline="") as file:
         rows = {row["layer"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"ours", "newton-schulz"}
+    assert set(rows) == {"ours", "ours-mpncov", "ours-isqrt", "newton-schulz"}
     ours, theirs = (float(rows[name]["forward_backward_ms"]) for name in ("ours", "newton-schulz"))
     assert theirs >= 50
     assert float(rows["newton-schulz"]["ours_over_this"]) == pytest.approx(ours / theirs, abs=1e-3)

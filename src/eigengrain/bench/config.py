@@ -1,7 +1,8 @@
 """The options of the benchmark commands. No torch here: the command line's help is made from this."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import product
+from math import isqrt
 from typing import Literal
 
 
@@ -15,7 +16,7 @@ class FunctionalBench:
         positions: positions N of the feature map; several as [196,784].
         methods: which to measure, such as [eigh,svd]; all by default. The reference of the ratios is always measured.
         repeats: measured runs of each layer on each size; the median is reported.
-        warmup: runs before them that are not counted.
+        warmup: runs before them that are not counted; 1 by default, and 4 on CUDA, where the third one records graphs.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
         dtype: of the features.
         seed: of the random features.
@@ -27,18 +28,15 @@ class FunctionalBench:
     positions: list[int] | int = field(default_factory=lambda: [196, 784])
     methods: list[str] | None = None
     repeats: int = 5
-    warmup: int = 1
+    warmup: int | None = None
     device: str = "auto"
     dtype: Literal["float32", "float64", "float16", "bfloat16"] = "float32"
     seed: int = 0
     out: str | None = None
 
     def __post_init__(self) -> None:
-        for name in ("batch", "channels", "positions"):
-            if not _several(getattr(self, name)) or min(_several(getattr(self, name))) < 1:
-                raise ValueError(f"--{name} needs whole numbers of at least 1, got {getattr(self, name)}")
-        if self.repeats < 1 or self.warmup < 0:
-            raise ValueError(f"--repeats must be at least 1 and --warmup at least 0, got {self.repeats} and {self.warmup}")
+        _check_sizes(self, "batch", "channels", "positions")
+        _check_runs(self.repeats, self.warmup)
 
     @property
     def shapes(self) -> list[tuple[int, int, int]]:
@@ -51,10 +49,217 @@ class FunctionalBench:
         return list(product(_several(self.batch), _several(self.channels), _several(self.positions)))
 
 
-def _several(value: list[int] | int) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
+@dataclass(frozen=True)
+class HeadsBench:
+    """Which heads are measured, on which feature map, and where the numbers go.
+
+    Args:
+        heads: which to measure, such as [gap,mpncov+seb]; all by default. The reference is always measured.
+        batch: feature maps in a batch; 4 on the CPU and 32 elsewhere by default.
+        channels: of the feature map.
+        side: of the feature map, which is square: 28 is what a ResNet with last_stride=1 makes of 448 pixels.
+        reference: the head that times are divided by in the column of ratios.
+        repeats: measured runs of each head; the median is reported.
+        warmup: runs before them that are not counted; 1 by default, and 4 on CUDA, where the third one records graphs.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
+        dtype: of the feature map.
+        seed: of the random features and of the heads that are random or have parameters.
+        out: the CSV file; benchmarks/heads-DEVICE.csv by default. The chart is beside it, with the ending .png.
+    """
+
+    heads: list[str] | None = None
+    batch: int | None = None
+    channels: int = 256
+    side: int = 28
+    reference: str = "isqrt"
+    repeats: int = 5
+    warmup: int | None = None
+    device: str = "auto"
+    dtype: Literal["float32", "float64", "float16", "bfloat16"] = "float32"
+    seed: int = 0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self, "heads")
+        _check_sizes(self, "batch", "channels", "side")
+        _check_runs(self.repeats, self.warmup)
+        _check_out(self.out)
+
+    def shape(self, device: str) -> tuple[int, int, int, int]:
+        """(batch, channels, side, side) on a type of device.
+
+        Example:
+            >>> HeadsBench(side=7).shape("cpu")
+            (4, 256, 7, 7)
+        """
+        return self.batch or (4 if device == "cpu" else 32), self.channels, self.side, self.side
+
+
+@dataclass(frozen=True)
+class StepBench:
+    """Which models take training steps, on which images, and where the numbers go.
+
+    By default the setting of Table 8 of the paper on a GPU, and a smaller one on the CPU.
+
+    Args:
+        backbones: such as [resnet50,vgg16]; resnet18 on the CPU and resnet50 elsewhere by default.
+        heads: on each backbone.
+        reference: the head that times are divided by in the column of ratios, if it is among the heads.
+        batch: images in a mini-batch; 4 on the CPU and 10 elsewhere by default.
+        img_size: side of the images; 224 on the CPU and 448 elsewhere by default.
+        last_stride: 1 for a feature map twice as large in each direction, 2 for the backbone as it is.
+        reduce: channels that a 1 × 1 convolution leaves for the heads whose vector grows with their square; auto is 256
+            for maps of more than 512. 128 on the CPU and auto elsewhere by default.
+        num_classes: of the classifier.
+        amp: bf16 or fp16 for automatic mixed precision, in which the spectral part of a head takes no part.
+        channels_last: memory format of images and convolutions.
+        repeats: measured steps of each model; the median is reported.
+        warmup: steps before them that are not counted; 1 by default, and 4 on CUDA, where the third one records graphs.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
+        seed: of the random images and weights.
+        out: the CSV file; benchmarks/step-DEVICE.csv by default.
+    """
+
+    backbones: list[str] | None = None
+    heads: list[str] = field(default_factory=lambda: ["gap", "isqrt", "mpncov", "mpncov+seb"])
+    reference: str = "isqrt"
+    batch: int | None = None
+    img_size: int | None = None
+    last_stride: Literal[1, 2] = 1
+    reduce: int | Literal["auto"] | None = None
+    num_classes: int = 200
+    amp: Literal["none", "bf16", "fp16"] = "none"
+    channels_last: bool = False
+    repeats: int = 5
+    warmup: int | None = None
+    device: str = "auto"
+    seed: int = 0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self, "backbones")
+        _check_names(self, "heads")
+        _check_sizes(self, "batch", "img_size", "num_classes")
+        if self.reduce != "auto":
+            _check_sizes(self, "reduce")
+        _check_runs(self.repeats, self.warmup)
+
+    def filled(self, device: str) -> "StepBench":
+        """With the defaults of a type of device in place of what was left open.
+
+        Example:
+            >>> StepBench(batch=2).filled("cpu").backbones, StepBench(batch=2).filled("cuda").img_size
+            (['resnet18'], 448)
+        """
+        small = device == "cpu"
+        defaults = {
+            "backbones": ["resnet18" if small else "resnet50"],
+            "batch": 4 if small else 10,
+            "img_size": 224 if small else 448,
+            "reduce": 128 if small else "auto",
+            "warmup": warmup_runs(None, device),
+        }
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class GrowthBench:
+    """Over which sizes the time of the SEB layer is followed, how long a run may take, and where the numbers go.
+
+    Args:
+        batch: samples in a batch, one size after the other, with the channels of --at_channels.
+        channels: channels d, one size after the other, with the batch of --at_batch.
+        at_batch: the batch while the channels grow.
+        at_channels: the channels while the batch grows.
+        positions: positions N of the feature map; where channels reach it, the smallest square map that is larger.
+        methods: solvers and other ways to the root, as in bench functional.
+        limit: seconds that a run may take. A method that takes longer is not asked for larger sizes.
+        repeats: measured runs of each method on each size, as many of them as fit into the limit; the median is reported.
+        warmup: runs before them that are not counted; 1 by default, and 4 on CUDA, where the third one records graphs.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
+        seed: of the random features.
+        out: the CSV file; benchmarks/growth-DEVICE.csv by default. The chart is beside it, with the ending .png.
+    """
+
+    batch: list[int] | int = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    channels: list[int] | int = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    at_batch: int = 32
+    at_channels: int = 256
+    positions: int = 784
+    methods: list[str] = field(default_factory=lambda: ["auto", "eigh", "products"])
+    limit: float = 2.0
+    repeats: int = 5
+    warmup: int | None = None
+    device: str = "auto"
+    seed: int = 0
+    out: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self, "methods")
+        _check_sizes(self, "batch", "channels", "at_batch", "at_channels", "positions")
+        _check_runs(self.repeats, self.warmup)
+        if not self.limit > 0:
+            raise ValueError(f"--limit must be a number of seconds above 0, got {self.limit}")
+        _check_out(self.out)
+
+    @property
+    def sweeps(self) -> dict[str, list[tuple[int, int, int]]]:
+        """What grows → (batch, channels, positions), in ascending order; the rank of every covariance is full.
+
+        Example:
+            >>> GrowthBench(batch=[2, 1], channels=[8, 16], at_channels=8, at_batch=4, positions=16).sweeps
+            {'batch': [(1, 8, 16), (2, 8, 16)], 'channels': [(4, 8, 16), (4, 16, 25)]}
+        """
+        return {
+            "batch": [(b, *self._map(self.at_channels)) for b in sorted(set(_several(self.batch)))],
+            "channels": [(self.at_batch, *self._map(d)) for d in sorted(set(_several(self.channels)))],
+        }
+
+    def _map(self, channels: int) -> tuple[int, int]:
+        """(channels, positions): one position is lost to the mean, so there must be more of them than channels."""
+        return channels, self.positions if self.positions > channels else (isqrt(channels) + 1) ** 2
 
 
 @dataclass(frozen=True)
 class Doctor:
     """No options."""
+
+
+def warmup_runs(asked: int | None, device: str) -> int:
+    """Runs before those that count: as asked for, or until nothing is loaded, tuned or recorded any more.
+
+    Example:
+        >>> warmup_runs(None, "cuda"), warmup_runs(0, "cuda")
+        (4, 0)
+    """
+    if asked is not None:
+        return asked
+    return 4 if device == "cuda" else 1
+
+
+def _several(value: list[int] | int) -> list[int]:
+    return [value] if isinstance(value, int) else list(value)
+
+
+def _check_sizes(config: object, *names: str) -> None:
+    """None stands for a default and is left alone."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and (not _several(value) or min(_several(value)) < 1):
+            raise ValueError(f"--{name} needs whole numbers of at least 1, got {value}")
+
+
+def _check_names(config: object, name: str) -> None:
+    value = getattr(config, name)
+    if value is not None and not value:
+        raise ValueError(f"--{name} needs a name at least, got an empty list; leave it out for the default")
+
+
+def _check_runs(repeats: int, warmup: int | None) -> None:
+    if repeats < 1 or (warmup is not None and warmup < 0):
+        raise ValueError(f"--repeats must be at least 1 and --warmup at least 0, got {repeats} and {warmup}")
+
+
+def _check_out(out: str | None) -> None:
+    if out is not None and out.lower().endswith(".png"):
+        raise ValueError(f"--out names the CSV file, got {out}: the chart gets its name, with the ending .png")

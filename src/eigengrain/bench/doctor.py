@@ -14,7 +14,7 @@ from rich.table import Table
 from eigengrain import __version__
 from eigengrain.bench.config import Doctor
 from eigengrain.bench.environment import cpu_name, device_name
-from eigengrain.functional import cusolver
+from eigengrain.functional import autotune, cusolver
 from eigengrain.functional.eigen import _choose
 
 #: extras that developers of the package need, and its users do not
@@ -105,6 +105,15 @@ def device_rows() -> list[tuple[str, str, str]]:
     return rows
 
 
+def solver_rows() -> list[tuple[str, str, str]]:
+    """(kind of input, milliseconds by solver, the solver that is taken) for what was measured on this machine so far."""
+    rows = []
+    for kind, times in sorted(autotune.measurements().items()):
+        taken = min(times, key=lambda solver: times[solver], default="–")
+        rows.append((kind, ", ".join(f"{solver} {ms:.3g}" for solver, ms in times.items()), taken))
+    return rows
+
+
 def run(config: Doctor) -> None:
     """``eigengrain doctor``."""
     packages = Table("package", "version", title="packages", title_justify="left")
@@ -115,3 +124,11 @@ def run(config: Doctor) -> None:
         devices.add_row(*map(escape, line))
     console = Console()
     console.print(packages, devices)
+    file = autotune.cache_file()
+    if remembered := solver_rows():
+        solvers = Table("measured on", "ms", "taken", title="solver='auto' on CUDA", title_justify="left")
+        for entry in remembered:
+            solvers.add_row(*map(escape, entry))
+        console.print(solvers)
+    said = f"remembered in {file}" if remembered else f"no solver has been timed on CUDA yet; {file} will remember"
+    console.print(said, soft_wrap=True, highlight=False, markup=False)

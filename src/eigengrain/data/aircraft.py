@@ -1,0 +1,54 @@
+"""FGVC-Aircraft."""
+
+from pathlib import Path
+
+from eigengrain.data.catalogue import find_entry
+from eigengrain.data.imageset import ImageSet
+from eigengrain.data.layout import check_classes, check_files, find_root, rows
+from eigengrain.errors import unknown_name
+
+_NAMES = {"variant": "variants.txt", "family": "families.txt", "manufacturer": "manufacturers.txt"}
+
+
+def open_aircraft(root: str | Path, split: str, level: str = "variant", with_validation: bool = True) -> ImageSet:
+    """Aircrafts from their published lists; boxes are (left, top, right, bottom).
+
+    Args:
+        root: the folder ``fgvc-aircraft-2013b`` or the one above it.
+        split: ``train`` or ``test``.
+        level: what a class is: ``variant`` (100 classes), ``family`` (70) or ``manufacturer`` (30).
+        with_validation: train on the list ``trainval``, as papers do, and not on ``train`` alone.
+
+    Raises:
+        ValueError: for a wrong folder, lists that do not fit together, or missing images.
+
+    References:
+        S. Maji et al., Fine-Grained Visual Classification of Aircraft, arXiv:1306.5151, 2013.
+    """
+    entry = find_entry("aircraft")
+    if level not in _NAMES:
+        raise unknown_name("level of the aircraft classes", level, _NAMES)
+    part = "test" if split == "test" else "trainval" if with_validation else "train"
+    listed = f"data/images_{level}_{part}.txt"
+    root = find_root(entry, root, "data/images", f"data/{_NAMES[level]}", listed)
+    classes = [line[0] for line in rows(entry, root / "data" / _NAMES[level], 1)]
+    place = {name: k for k, name in enumerate(classes)}
+    samples = list(rows(entry, root / listed, 2))
+    unnamed = [name for _, name in samples if name not in place]
+    if unnamed:
+        raise ValueError(f"aircraft: {root / listed} has the class {unnamed[0]!r}, which {_NAMES[level]} does not have")
+    paths = [root / "data" / "images" / f"{image}.jpg" for image, _ in samples]
+    check_files(entry, root / listed, paths)
+    labels = [place[name] for _, name in samples]
+    check_classes(entry, split, classes, labels, root / listed)
+    return ImageSet("aircraft", split, classes, labels, paths, boxes=_boxes(root / "data/images_box.txt", samples))
+
+
+def _boxes(file: Path, samples: list[list[str]]) -> list[list[float]] | None:
+    if not file.is_file():
+        return None
+    given = {image: [float(number) for number in box] for image, *box in rows(find_entry("aircraft"), file, 5)}
+    lost = [image for image, _ in samples if image not in given]
+    if lost:
+        raise ValueError(f"aircraft: {len(lost)} images have no box in {file}, the first is {lost[0]}")
+    return [given[image] for image, _ in samples]

@@ -1,0 +1,151 @@
+"""A whole data set in the device's memory: decoded once, augmented there."""
+
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from eigengrain.data.imageset import ImageSet
+from eigengrain.data.loader import Order
+from eigengrain.data.progress import tracked
+from eigengrain.data.randomness import seeded
+from eigengrain.data.transforms import Pipeline, pixels_of
+
+#: images that are decoded and sent to the device together
+_TOGETHER = 32
+
+_log = logging.getLogger(__name__)
+
+
+class DeviceCache:
+    """The batches of a :class:`~eigengrain.data.loader.Loader`, made on the device from images that were decoded once.
+
+    The data set's transform is followed as it stands: what is the same in every epoch is done once and kept as uint8, crops
+    and mirroring are drawn from (seed, epoch, index) as the loader draws them, so the batches are the loader's.
+
+    Args:
+        dataset: with a transform of ``build_transform``; timm's augmentation works on images on the CPU and is refused.
+        batch_size: samples of a batch, over all ranks together.
+        train: whether to shuffle.
+        device: where the images are kept and the batches are made.
+        workers: processes that decode the images, once.
+        seed: of the order and of the augmentation.
+        rank: of this process; in evaluation only its own samples are kept.
+        world_size: how many processes there are.
+        drop_last: whether the last batch is left out if it is not full; by default in training.
+        progress: whether to show a bar.
+
+    Raises:
+        ValueError: for a transform that cannot be followed, numbers out of range, or a device without room for the images.
+    """
+
+    def __init__(
+        self,
+        dataset: ImageSet,
+        batch_size: int,
+        *,
+        train: bool,
+        device: torch.device | str,
+        workers: int = 0,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        drop_last: bool | None = None,
+        progress: bool = True,
+    ):
+        if not isinstance(dataset.transform, Pipeline):
+            raise ValueError(
+                "the images can be kept on the device if they are resized, cropped and mirrored only, and this data set's "
+                f"transform is {type(dataset.transform).__name__}: use the paper, scripts, imagenet or none transforms, "
+                "or no cache"
+            )
+        self.order = Order(
+            len(dataset), batch_size, train=train, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last
+        )
+        dataset.seed = seed
+        self.dataset, self.pipeline, self.device = dataset, dataset.transform, torch.device(device)
+        wanted = range(len(dataset)) if train else [number for batch in self.order for number in batch]
+        self._images: dict[int, Tensor] = {}
+        self._labels = torch.tensor(dataset.labels, device=self.device)
+        self.nbytes = 0
+        self._fill(list(wanted), workers, progress)
+        _log.info("%d images of %s are kept on %s: %.2f GiB", len(wanted), dataset.name, self.device, self.nbytes / 2**30)
+
+    def _fill(self, wanted: list[int], workers: int, progress: bool) -> None:
+        decoded = DataLoader(
+            _Prepared(self.dataset, self.pipeline),
+            batch_size=_TOGETHER,
+            sampler=wanted,
+            num_workers=workers,
+            collate_fn=_flat,
+            generator=torch.Generator(),
+        )
+        title = f"decoding {self.dataset.name} ({self.dataset.split}) to {self.device}"
+        for numbers, shapes, pixels in tracked(decoded, len(decoded), title, show=progress):
+            if not self._images:
+                self._check_room(pixels.numel() / len(numbers) * len(wanted))
+            # one copy for all of them; the parts share its memory
+            parts = pixels.to(self.device).split([shape.numel() for shape in shapes])
+            self._images |= {n: part.view(shape) for n, part, shape in zip(numbers, parts, shapes, strict=True)}
+            self.nbytes += pixels.numel()
+
+    def _check_room(self, needed: float) -> None:
+        if self.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(self.device)
+            if needed > free:
+                raise ValueError(
+                    f"{self.dataset.name} needs {needed / 2**30:.1f} GiB on {self.device}, and {free / 2**30:.1f} GiB "
+                    "are free: read the images from the disk (no cache) or use smaller ones"
+                )
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self.order.batch_size
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """The next iteration is of this epoch, without its first ``start_batch`` batches."""
+        self.order.set_epoch(epoch, start_batch)
+        self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        epoch = self.order.epoch
+        for batch in self.order:
+            yield self._batch(list(batch), epoch)
+
+    def _batch(self, numbers: list[int], epoch: int) -> tuple[Tensor, Tensor]:
+        crops, mirrored = [], []
+        for number in numbers:
+            image = self._images[number]
+            with seeded(self.dataset.seed, epoch, number):
+                top, left, mirror = self.pipeline.choose(image)
+            size = self.pipeline.crop if self.pipeline.random_crop else None
+            crops.append(image if size is None else image[:, top : top + size, left : left + size])
+            mirrored.append(mirror)
+        if len({crop.shape for crop in crops}) > 1:
+            raise ValueError("the images of a batch differ in size: use a transform that crops")
+        images = torch.stack(crops)
+        if any(mirrored):
+            which = torch.tensor(mirrored, device=self.device).view(-1, 1, 1, 1)
+            images = torch.where(which, images.flip(-1), images)
+        return self.pipeline.normalise(images), self._labels[torch.tensor(numbers, device=self.device)]
+
+
+class _Prepared(Dataset[tuple[int, Tensor]]):
+    def __init__(self, dataset: ImageSet, pipeline: Pipeline):
+        self.dataset, self.pipeline = dataset, pipeline
+
+    def __getitem__(self, number: int) -> tuple[int, Tensor]:
+        return number, pixels_of(self.pipeline.prepare(self.dataset.image(number)))
+
+
+def _flat(samples: list[tuple[int, Tensor]]) -> tuple[list[int], list[Any], Tensor]:
+    """Numbers, shapes and all pixels in one row."""
+    numbers, images = zip(*samples, strict=True)
+    return list(numbers), [image.shape for image in images], torch.cat([image.flatten() for image in images])

@@ -1,0 +1,134 @@
+"""Images in a folder for each class: ImageNet, and a user's own."""
+
+import csv
+from pathlib import Path
+
+from eigengrain import _torchvision  # noqa: F401
+from eigengrain.data.catalogue import Entry, find_entry
+from eigengrain.data.decode import is_image_name
+from eigengrain.data.imageset import ImageSet
+from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error
+
+#: what the folder of the test images may be called
+TEST_FOLDERS = ("test", "val", "valid", "validation")
+#: what a split file may call the splits
+_SPLITS = {"train": "train", "training": "train"} | dict.fromkeys((*TEST_FOLDERS, "testing"), "test")
+
+
+def open_imagenet(root: str | Path, split: str) -> ImageSet:
+    """ImageNet from its class folders, with the classes' names; ``test`` is the published validation set.
+
+    Raises:
+        ValueError: for a wrong folder, a class without images, or classes that differ between the splits.
+
+    References:
+        O. Russakovsky et al., ImageNet Large Scale Visual Recognition Challenge, IJCV 2015.
+    """
+    entry = find_entry("imagenet")
+    found = _open_pair(entry, find_root(entry, root, "train", "val"), split, "val")
+    found.classes = _imagenet_names(found.classes)
+    return found
+
+
+def open_folder(root: str | Path, split: str, split_file: str | Path | None = None) -> ImageSet:
+    """Images in a folder for each class, with folders ``train`` and ``test`` above, or a table that splits them.
+
+    Args:
+        root: the folder.
+        split: ``train`` or ``test``.
+        split_file: a CSV file with the columns ``path`` (from the root) and ``split``; ``split.csv`` in the root where
+            there is one. The class of an image is the folder it lies in.
+
+    Raises:
+        ValueError: for a wrong folder, a class without images, classes that differ between the splits, or a split file that
+            names missing images.
+    """
+    entry = find_entry("folder")
+    root = find_root(entry, root)
+    table = Path(split_file) if split_file is not None else root / "split.csv"
+    if split_file is not None or table.is_file():
+        return _open_table(entry, root, split, table)
+    test = next((name for name in TEST_FOLDERS if (root / name).is_dir()), None)
+    lacking = [name for name, there in (("train/", (root / "train").is_dir()), ("test/", test is not None)) if not there]
+    if test is None or lacking:
+        raise layout_error(entry, root, f"{' and '.join(lacking)} is missing, and there is no split.csv")
+    return _open_pair(entry, root, split, test)
+
+
+def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
+    """From ``root/train`` and ``root/<test>``, which must have the same classes: labels are numbered by their names."""
+    folders = {"train": root / "train", "test": root / test}
+    names = {part: _class_folders(folder) for part, folder in folders.items()}
+    for part, folder in folders.items():
+        if not names[part]:
+            raise layout_error(entry, folder, "it has no class folders")
+    only = {part: sorted(set(names[part]) - set(names[other])) for part, other in (("train", "test"), ("test", "train"))}
+    if only["train"] or only["test"]:
+        said = [f"only {folders[part]} has {_few(extra)}" for part, extra in only.items() if extra]
+        raise ValueError(
+            f"{entry.name}: the classes differ: {len(names['train'])} for training, {len(names['test'])} for test; "
+            f"{'; '.join(said)}"
+        )
+    from torchvision.datasets.folder import make_dataset
+
+    classes = names[split]
+    place = {name: k for k, name in enumerate(classes)}
+    samples = make_dataset(folders[split], place, is_valid_file=_is_image, allow_empty=True)
+    labels = [label for _, label in samples]
+    seen = set(labels)
+    empty = [name for name in classes if place[name] not in seen]
+    if empty:
+        raise ValueError(
+            f"{entry.name}: {len(empty)} of {len(classes)} class folders in {folders[split]} have no images: {_few(empty)}"
+            "; add images (.jpg, .png, .webp, …) or remove the folders"
+        )
+    return ImageSet(entry.name, split, classes, labels, [path for path, _ in samples])
+
+
+def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
+    try:
+        with table.open(newline="", encoding="utf-8-sig") as file:
+            reader = csv.DictReader(file)
+            columns, lines = reader.fieldnames or [], list(reader)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        raise ValueError(f"{entry.name}: cannot read the split file {table} ({error})") from None
+    if not {"path", "split"} <= set(columns):
+        raise ValueError(f"{entry.name}: {table} needs the columns path and split, it has {', '.join(columns) or 'none'}")
+    wrong = [line["split"] for line in lines if (line["split"] or "").strip().lower() not in _SPLITS]
+    if wrong:
+        raise ValueError(f"{entry.name}: {table} has the split {wrong[0]!r}; it must be train or test (or val)")
+    flat = [line["path"] for line in lines if len(Path(line["path"]).parts) < 2]
+    if flat:
+        raise ValueError(
+            f"{entry.name}: {table} has the path {flat[0]!r}, which lies in no class folder; write CLASS/{flat[0]}"
+        )
+    classes = sorted({Path(line["path"]).parent.name for line in lines})
+    chosen = [Path(line["path"]) for line in lines if _SPLITS[line["split"].strip().lower()] == split]
+    paths = [root / path for path in chosen]
+    check_files(entry, table, paths)
+    place = {name: k for k, name in enumerate(classes)}
+    labels = [place[path.parent.name] for path in chosen]
+    check_classes(entry, split, classes, labels, table)
+    return ImageSet(entry.name, split, classes, labels, paths)
+
+
+def _class_folders(folder: Path) -> list[str]:
+    return sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
+
+
+def _is_image(path: str) -> bool:
+    name = Path(path).name
+    return is_image_name(name) and not name.startswith(".")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def _imagenet_names(synsets: list[str]) -> list[str]:
+    """Names of the classes for reading, where timm knows them: 'n01440764' is 'tench, Tinca tinca'."""
+    from timm.data import ImageNetInfo
+
+    known = ImageNetInfo()
+    there = set(known.label_names())
+    return [known.label_name_to_description(name) if name in there else name for name in synsets]
