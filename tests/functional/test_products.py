@@ -85,19 +85,23 @@ def test_logarithm_by_products(kappa, scale):
         log_products(p.requires_grad_())
 
 
-def test_newton_schulz_from_features_is_the_composition():
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", ["generic", "short rank", "constant"])
+def test_newton_schulz_from_features_is_the_composition(case, steps):
     """The layer that CUDA replays, called plainly, against covariance and iteration by autograd."""
-    x = torch.randn(2, 5, 3, 4, dtype=F64, requires_grad=True)
+    x = {"generic": torch.randn(2, 5, 3, 4), "short rank": torch.randn(2, 5, 4), "constant": torch.ones(2, 5, 4)}[case]
+    x = x.double().requires_grad_()
     g = torch.randn(2, 5, 5, dtype=F64)
-    q = isqrt_covariance(x)
+    q = isqrt_covariance(x, steps)
     (expected,) = torch.autograd.grad(q, x, g)
     xc = centre(x.detach())
-    assert torch.allclose(_product_layer._iterate_forward(xc, steps=5), q, atol=1e-14)
-    ours = _product_layer._iterate_backward(g, xc, steps=5)
-    assert torch.allclose(ours.reshape(x.shape), expected, atol=1e-13)
     y = x.detach().requires_grad_()
-    attached = _product_layer._NewtonSchulzRoot.apply(y, y.sum() * 0, q.detach(), xc, 5)
+    q2, *saved = _product_layer._iterate_forward(xc, steps=steps)
+    assert torch.allclose(q2, q, atol=1e-14)
+    attached = _product_layer._NewtonSchulzRoot.apply(y, y.sum() * 0, q2, xc, *saved)
     assert torch.allclose(torch.autograd.grad(attached, y, g)[0], expected, atol=1e-13)
-    assert isqrt_covariance(torch.zeros(1, 3, 4)).abs().max() == 0
+
+
+def test_newton_schulz_from_features_refuses_no_steps():
     with pytest.raises(ValueError, match="a number of steps of at least 1"):
-        isqrt_covariance(x, 0)
+        isqrt_covariance(torch.randn(1, 2, 3), 0)

@@ -85,55 +85,62 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
 # --- Newton–Schulz -----------------------------------------------------------------------------------------------
 
 
-def _iterate(xc: Tensor, steps: int) -> Tensor:
+def _normalised(xc: Tensor) -> tuple[Tensor, Tensor]:
+    """The covariance over its trace, and the trace (B, 1, 1), 1 for a zero covariance."""
     p = torch.bmm(xc, xc.mT)
-    trace = products.trace(p)
-    scale = products.nonzero(trace)
-    return torch.where(trace > 0, products.newton_schulz(p / scale, steps) * scale.sqrt(), 0.0)
+    scale = products.nonzero(products.trace(p))
+    return p / scale, scale
 
 
 @replayed
-def _iterate_forward(xc: Tensor, *, steps: int) -> Tensor:
-    return _iterate(xc, steps)
+def _iterate_forward(xc: Tensor, *, steps: int) -> tuple[Tensor, ...]:
+    """Q, then what the backward pass needs: A, its scale, and the iterates."""
+    a, scale = _normalised(xc)
+    iterates = products.newton_schulz_iterates(a, steps)
+    flat = [matrix for pair in iterates[:-1] for matrix in pair]
+    return iterates[-1][0] * scale.sqrt(), a, scale, *flat
 
 
 @replayed
-def _iterate_backward(grad: Tensor, xc: Tensor, *, steps: int) -> Tensor:
-    # the iterates are made again rather than kept: twelve products of d × d against six matrices a sample in memory
-    with torch.enable_grad():
-        xc = xc.detach().requires_grad_()
-        (dx,) = torch.autograd.grad(_iterate(xc, steps), xc, grad)
-    return (dx - dx.mean(-1, keepdim=True)) / math.sqrt(xc.shape[-1])
+def _iterate_backward(grad: Tensor, xc: Tensor, q: Tensor, a: Tensor, scale: Tensor, *flat: Tensor) -> Tensor:
+    g = products.symmetric(grad)
+    iterates = [*zip(flat[::2], flat[1::2], strict=True), (q, q)]
+    da = products.newton_schulz_adjoint(a, iterates, g * scale.sqrt())
+    # Q = √t Y(P/t): the trace t has a share of its own
+    dt = (g * q).sum((-2, -1)) / 2 - (da * a).sum((-2, -1))
+    dp = da / scale
+    dp.diagonal(dim1=-2, dim2=-1).add_(dt.unsqueeze(-1) / scale[..., 0])
+    return _to_features(dp, xc)
 
 
 class _NewtonSchulzRoot(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, token: Tensor, q: Tensor, xc: Tensor, steps: int) -> Tensor:
+    def forward(x: Tensor, token: Tensor, q: Tensor, *saved: Tensor) -> Tensor:
         return q.view_as(q)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        x, token, _, xc, steps = inputs
-        ctx.save_for_backward(token, xc)
-        ctx.like = (x.shape, x.dtype, x.device, steps)  # type: ignore[attr-defined]
+        x, token, q, xc, *rest = inputs
+        ctx.save_for_backward(token, xc, q, *rest)
+        ctx.like = (x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        shape, dtype, device, steps = ctx.like
-        token, xc = ctx.saved_tensors
+        shape, dtype, device = ctx.like
+        token, *saved = ctx.saved_tensors
         with torch.no_grad():
-            dx = _iterate_backward(grad.to(xc.dtype), xc, steps=steps)
+            dx = _iterate_backward(grad.to(saved[0].dtype), *saved)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
-        return first_order_only(dx, "isqrt_covariance", grad, token), None, None, None, None
+        return first_order_only(dx, "isqrt_covariance", grad, token), *([None] * (len(saved) + 1))
 
 
 def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
     r"""The covariance of features through k Newton–Schulz steps: iSQRT-COV as one layer.
 
     The value and the gradient are those of ``newton_schulz(covariance(x))``, computed in float64. On CUDA the products are
-    replayed as a graph and the iterates made again in the backward pass; then a second derivative raises.
+    replayed as a graph with a backward pass of their own; then a second derivative raises.
 
     Args:
         x: features, (B, C, H, W) or (B, C, N).
@@ -153,6 +160,6 @@ def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
         return newton_schulz(covariance(x, dtype=torch.float64), steps).to(output_dtype(x))
     with torch.no_grad():
         xc = centre(x)
-        q = _iterate_forward(xc, steps=steps)
-    out: Tensor = _NewtonSchulzRoot.apply(x, graph_token(x), q, xc, steps)
+        q, *saved = _iterate_forward(xc, steps=steps)
+    out: Tensor = _NewtonSchulzRoot.apply(x, graph_token(x), q, xc, *saved)
     return out.to(output_dtype(x))

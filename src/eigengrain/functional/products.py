@@ -97,6 +97,43 @@ def newton_schulz(a: Tensor, steps: int) -> Tensor:
     return y
 
 
+def newton_schulz_iterates(a: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
+    """(Y, Z) before each step after the first, and Y after the last, for :func:`newton_schulz_adjoint`."""
+    h = _polynomial_of(a, NEWTON_SCHULZ)
+    y, z = torch.bmm(a, h), h
+    iterates = []
+    for step in range(2, steps + 1):
+        iterates.append((y, z))
+        h = _newton_schulz_factor(y, z)
+        y, z = torch.bmm(y, h), torch.bmm(h, z) if step < steps else z
+    return [*iterates, (y, z)]
+
+
+def _newton_schulz_factor(y: Tensor, z: Tensor) -> Tensor:
+    """½ (3 I − ZY)."""
+    h = torch.bmm(z, y).mul_(-0.5)
+    h.diagonal(dim1=-2, dim2=-1).add_(1.5)
+    return h
+
+
+def newton_schulz_adjoint(a: Tensor, iterates: list[tuple[Tensor, Tensor]], g: Tensor) -> Tensor:
+    """∂l/∂A from symmetric ∂l/∂Y, step by step backwards; the factors are made again from their iterates."""
+    gy, gz = g, None
+    for y, z in reversed(iterates[:-1]):
+        h = _newton_schulz_factor(y, z)
+        # Y′ = Y H and Z′ = H Z with H = ½(3I − ZY); all of them are symmetric
+        gh = torch.bmm(y, gy) if gz is None else torch.baddbmm(torch.bmm(y, gy), gz, z)
+        half = gh.mul(-0.5)
+        gy, gz = (
+            torch.baddbmm(torch.bmm(gy, h), z, half),
+            torch.bmm(half, y) if gz is None else torch.baddbmm(torch.bmm(h, gz), half, y),
+        )
+    # the first step: Y = A H and Z = H with H = ½(3I − A)
+    h = _polynomial_of(a, NEWTON_SCHULZ)
+    gh = torch.bmm(a, gy) if gz is None else torch.baddbmm(gz, a, gy)
+    return symmetric(torch.bmm(gy, h).sub_(gh, alpha=0.5))
+
+
 class Roots(NamedTuple):
     """Y ≈ A^½ and Z ≈ A^−½ of A = P/scale, where scale (B, 1, 1) is the trace."""
 
