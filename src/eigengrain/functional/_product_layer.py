@@ -50,10 +50,22 @@ def _to_features(dp: Tensor, xc: Tensor) -> Tensor:
 
 
 class _ProductRoot(torch.autograd.Function):
+    """A finished root with its gradient. The arguments are spelt out: compilers misread a variable number of them."""
+
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, token: Tensor, a: Tensor, *saved: Tensor) -> Tensor:
+    def forward(
+        x: Tensor,
+        token: Tensor,
+        a: Tensor,
+        xc: Tensor,
+        y: Tensor,
+        z: Tensor,
+        scale: Tensor,
+        s: Tensor | None,
+        slope: Tensor | None,
+    ) -> Tensor:
         return a.view_as(a)
 
     @staticmethod
@@ -65,19 +77,19 @@ class _ProductRoot(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         shape, dtype, device = ctx.like
-        token, *saved = ctx.saved_tensors
+        token, xc, y, z, scale, s, slope = ctx.saved_tensors
         with torch.no_grad():
-            step = _backward if len(saved) == 4 else _backward_seb
-            dx = step(grad.to(saved[0].dtype), *saved)
+            g = grad.to(xc.dtype)
+            dx = _backward(g, xc, y, z, scale) if s is None else _backward_seb(g, xc, y, z, scale, s, slope)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
-        return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * (len(saved) + 2))
+        return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None, None
 
 
 def root_by_products(x: Tensor, seb: bool) -> Tensor:
     """Q or A (B, d, d) in float64 from features (B, C, …), with gradient."""
     with torch.no_grad():
         xc = centre(x)
-        a, *saved = _forward_seb(xc) if seb else _forward(xc)
+        a, *saved = _forward_seb(xc) if seb else (*_forward(xc), None, None)
     out: Tensor = _ProductRoot.apply(x, graph_token(x), a, xc, *saved)
     return out
 
@@ -156,7 +168,7 @@ def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
     """
     check_features(x, "isqrt_covariance")
     check_steps(steps, "a number of steps", "isqrt_covariance")
-    if not x.is_cuda:
+    if not x.is_cuda or torch.compiler.is_compiling():
         return newton_schulz(covariance(x, dtype=torch.float64), steps).to(output_dtype(x))
     with torch.no_grad():
         xc = centre(x)
