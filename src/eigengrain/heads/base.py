@@ -1,5 +1,6 @@
 """What a head is: a feature map in, a vector out, and the classifier that suits it."""
 
+from collections.abc import Callable
 from typing import ClassVar
 
 from torch import Tensor, nn
@@ -54,6 +55,19 @@ class Head(nn.Module):
     def pool(self, x: Tensor) -> Tensor:
         """(B, channels, H, W) → (B, out_features)."""
         raise NotImplementedError
+
+    def use_products(self) -> None:
+        """Compute by matrix products alone from now on, so that inference can leave PyTorch; there is no way back.
+
+        Most heads do nothing else anyway. One with a decomposition replaces it here, or says why it cannot.
+
+        Raises:
+            ValueError: with the reason and the remedy, for a head or a setting of it that has no such form.
+        """
+        for part in self.modules():
+            switch: Callable[[], None] | None = getattr(part, "use_products", None)
+            if part is not self and switch is not None:
+                switch()
 
     def classifier(self, num_classes: int) -> nn.Module:
         """The layer from this head's vector to class scores; linear unless the method has its own."""

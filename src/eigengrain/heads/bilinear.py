@@ -5,6 +5,7 @@ from torch import Tensor
 
 from eigengrain.functional import matrix_sqrt, triu_vector
 from eigengrain.functional._inputs import output_dtype, to_compute
+from eigengrain.functional.iterative import quintic_sqrt
 from eigengrain.heads.base import Head
 from eigengrain.heads.pieces import check_positive, power_normalise, second_moment
 from eigengrain.heads.registry import register_head
@@ -91,11 +92,16 @@ class ImprovedBilinearPooling(BilinearPooling):
         super().__init__(in_channels, reduce, triangle, eps)
         check_positive(type(self).__name__, "ridge", ridge, "the root of a singular matrix has no derivative")
         self.ridge = ridge
+        self.solver = "eigh"
+
+    def use_products(self) -> None:
+        super().use_products()
+        self.solver = "products"
 
     def matrix(self, x: Tensor) -> Tensor:
         moment = second_moment(to_compute(x))
         ridge = self.ridge * torch.eye(self.channels, dtype=moment.dtype, device=moment.device)
-        root = matrix_sqrt(moment + ridge)
+        root = quintic_sqrt(moment + ridge) if self.solver == "products" else matrix_sqrt(moment + ridge)
         # Next to a dead channel the root is zero up to rounding. Counted as zero, or the signed root would turn the
         # rounding's random signs into steps of ±√eps.
         rounding = self.channels * torch.finfo(root.dtype).eps * root.detach().abs().amax((-2, -1), keepdim=True)

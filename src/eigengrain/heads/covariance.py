@@ -16,6 +16,7 @@ from eigengrain.functional import (
     GradientRule,
     covariance,
     eigh,
+    isqrt_covariance,
     matrix_log,
     matrix_power,
     mpa_sqrt,
@@ -33,6 +34,9 @@ from eigengrain.heads.registry import register_head
 from eigengrain.heads.scaling import FACTORS, EigenvalueFactor, MatrixFactor
 
 PATHS = ("both", "scaled")
+
+#: up to this condition number log_products is as accurate as an eigensolver
+LOG_CONDITION = 1e10
 
 
 class Spectrum(NamedTuple):
@@ -131,6 +135,23 @@ class CovarianceHead(Head):
                 raise ValueError(f"a head with {how} has no eigenvalues to choose from: use 'mpncov' with solver='auto'")
         self._subset = subset
 
+    def use_products(self) -> None:
+        if not self.subset.covers(self.channels):
+            raise ValueError(f"its subset of eigenvalues, '{self.subset}', needs a decomposition: set head.subset = 'all'")
+        if self.normalise == "power":
+            raise ValueError("normalise='power' needs eigenvalues: use normalise='sqrt'")
+        if self.seb and self.factor in ("s", "mlp-eigenvalues"):
+            raise ValueError(f"factor={self.factor!r} needs eigenvalues: use factor='qs', 'q', 'constant' or 'mlp-matrix'")
+        # the condition number of P + εI is at most d/ε + 1; beyond this the logarithm loses its digits
+        if self.normalise == "log" and self.channels > LOG_CONDITION * self.epsilon:
+            raise ValueError(
+                f"the logarithm with epsilon={self.epsilon:g} is too ill-conditioned for matrix products: use an epsilon "
+                f"of at least {self.channels / LOG_CONDITION:g}"
+            )
+        super().use_products()
+        # published gradient rules are for training; what is left is the value, which they have in common
+        self.solver, self.gradient, self.record_spectrum = "products", GradientRule.of("exact"), False
+
     def matrix(self, x: Tensor) -> Tensor:
         """The representation as a matrix (B, d, d), from the reduced map (B, d, H, W)."""
         paper = self.seb and self.factor == "qs" and self.path == "both"
@@ -147,10 +168,13 @@ class CovarianceHead(Head):
             else:
                 q = sqrt_covariance(x, paper, **fused)
             return q if paper or not self.seb else q * self._scale(covariance(x, dtype=torch.float64), q)
+        iterated = self.normalise == "newton-schulz" and self.solver != "products"
+        if iterated and not self.seb and not self.record_spectrum:
+            return isqrt_covariance(x, self.steps)
         p = covariance(x, dtype=torch.float64)
         if self.record_spectrum:
             self._record(eigh(p.detach()).values)
-        q = NORMALISATIONS[self.normalise](self, p)
+        q = isqrt_covariance(x, self.steps) if iterated else NORMALISATIONS[self.normalise](self, p)
         return q * self._scale(p, q) if self.seb else q
 
     def _scale(self, p: Tensor, q: Tensor) -> Tensor:
@@ -160,8 +184,12 @@ class CovarianceHead(Head):
         elif self.learned_factor is not None:
             scale = self.learned_factor(eigh(p).values)
         else:
-            solver = "products" if self.solver == "products" and self.factor == "qs" else "eigh"
-            scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver)
+            if self.solver == "products" and self.factor == "q":  # ‖Q‖_F² is the trace, whose root has no slope at 0
+                trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)
+                scale = torch.where(trace > 0, torch.where(trace > 0, trace, 1.0).sqrt(), 0.0)
+            else:
+                solver = "products" if self.solver == "products" and self.factor == "qs" else "auto"
+                scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver)
             if self.path == "both" and self.factor != "constant":
                 scale = 1 + scale
         return scale[:, None, None].to(q.dtype)

@@ -19,14 +19,14 @@ def homogeneous(x: Tensor) -> Tensor:
     return F.pad(to_compute(x.flatten(2)), (0, 0, 1, 0), value=1.0)
 
 
-def moment_root(x: Tensor) -> Tensor:
+def moment_root(x: Tensor, solver: str = "auto") -> Tensor:
     r"""Square root of the moment matrix, :math:`(Z Z^T/N)^{1/2}`: features (B, C, …) → (B, C + 1, C + 1).
 
     With Z and −Z together the mean is zero and the covariance is the moment matrix, so that the root comes from
     :func:`sqrt_covariance`, whose gradient is bounded at every rank, although Z itself is not centred.
     """
     z = homogeneous(x)
-    return sqrt_covariance(torch.cat([z, -z], -1)).to(x.device, output_dtype(x))
+    return sqrt_covariance(torch.cat([z, -z], -1), solver=solver).to(x.device, output_dtype(x))
 
 
 def moment_fourth_root(x: Tensor) -> Tensor:
@@ -93,10 +93,17 @@ class MomentEmbedding(Head):
         if compact:
             self.out_features = 10_000 if out_features is None else out_features
             self.sketch = TensorSketch(self.channels + 1, self.out_features, seed=seed)
+        self.solver = "auto"
+
+    def use_products(self) -> None:
+        super().use_products()
+        self.solver = "products"
 
     def pool(self, x: Tensor) -> Tensor:
-        if self.sketch is not None:
-            vector = smooth_signed_sqrt(self.sketch.pool(moment_fourth_root(x)), self.eps)
+        if self.sketch is None:
+            vector = triu_vector(smooth_signed_sqrt(moment_root(x, self.solver), self.eps), isometric=True)
+        elif self.solver == "products":
+            vector = smooth_signed_sqrt(self.sketch.of_moment(moment_root(x, self.solver)), self.eps)
         else:
-            vector = triu_vector(smooth_signed_sqrt(moment_root(x), self.eps), isometric=True)
+            vector = smooth_signed_sqrt(self.sketch.pool(moment_fourth_root(x)), self.eps)
         return F.normalize(vector, dim=-1)

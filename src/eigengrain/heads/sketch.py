@@ -111,6 +111,22 @@ class TensorSketch(_Projection):
     index: Tensor  # (order, in_channels)
     sign: Tensor  # (order, in_channels)
 
+    #: whether only operations are used that runtimes outside PyTorch do right
+    portable = False
+
+    def use_products(self) -> None:
+        """Avoid Fourier transforms: ONNX Runtime errs by 1e-3 in them unless the length is a power of 2.
+
+        Raises:
+            ValueError: for an order above 2, which has no other way, and any other length.
+        """
+        if self.order > 2 and self.out_features & (self.out_features - 1):
+            raise ValueError(
+                f"a tensor sketch of order {self.order} and length {self.out_features} needs a Fourier transform that is "
+                "inaccurate outside PyTorch: use a length that is a power of 2"
+            )
+        self.portable = True
+
     def _draw(self, generator: torch.Generator) -> dict[str, Tensor]:
         shape = (self.order, self.in_channels)
         index = torch.randint(0, self.out_features, shape, generator=generator, device="cpu")
@@ -118,7 +134,10 @@ class TensorSketch(_Projection):
 
     def _into_bins(self, entries: Tensor, index: Tensor) -> Tensor:
         """(..., n) → (..., out_features): entries that share a bin add up. The gradient only looks entries up."""
-        return entries.new_zeros((*entries.shape[:-1], self.out_features)).index_add(-1, index, entries)
+        bins = entries.new_zeros((*entries.shape[:-1], self.out_features))
+        if self.portable:  # index_add becomes ScatterND, where ONNX Runtime's threads lose additions to the same bin
+            return bins.scatter_add(-1, index.expand(entries.shape), entries)
+        return bins.index_add(-1, index, entries)
 
     def count_sketch(self, x: Tensor, factor: int) -> Tensor:
         r""":math:`\psi_k(x)` for ``factor`` k, counted from 0: (..., in_channels) → (..., out_features)."""
@@ -151,14 +170,18 @@ class TensorSketch(_Projection):
         with full_precision(x):
             if self.order == 1:
                 return self.count_sketch(x.sum(-2), 0)
-            if self.order == 2 and channels * channels <= positions * self.out_features:
+            if self.order == 2 and (channels * channels <= positions * self.out_features or self.portable):
                 return self._pool_matrix(x)
             return self._pool_spectra(x)
 
-    def _pool_matrix(self, x: Tensor) -> Tensor:
+    def of_moment(self, moment: Tensor) -> Tensor:
+        r"""The sketch of order 2 of a sum :math:`\sum_n x_n x_n^T` itself, (..., C, C) → (..., out_features)."""
         index = (self.index[0].unsqueeze(-1) + self.index[1]) % self.out_features  # (C, C)
-        sign = (self.sign[0].unsqueeze(-1) * self.sign[1]).to(x.dtype)
-        return self._into_bins((_second_moment(x) * sign).flatten(-2), index.flatten())
+        sign = (self.sign[0].unsqueeze(-1) * self.sign[1]).to(moment.dtype)
+        return self._into_bins((moment * sign).flatten(-2), index.flatten())
+
+    def _pool_matrix(self, x: Tensor) -> Tensor:
+        return self.of_moment(_second_moment(x))
 
     def _pool_spectra(self, x: Tensor) -> Tensor:
         return torch.fft.irfft(self._spectrum(x).sum(-2), n=self.out_features)

@@ -159,6 +159,11 @@ class GrassmannPooling(Head):
         leading = LeadingSubspace(min(self.k, features.shape[-1]))
         return spectral_function(features @ features.mT, leading).to(x.device, output_dtype(x))
 
+    def use_products(self) -> None:
+        raise ValueError(
+            "its leading subspace is made of eigenvectors, for which no runtime has a solver: use another head"
+        )
+
     def pool(self, x: Tensor) -> Tensor:
         return triu_vector(self.projector(x), isometric=True)
 
