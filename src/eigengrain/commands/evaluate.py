@@ -1,0 +1,222 @@
+"""``eigengrain evaluate``: accuracy of a trained model on a split. Nothing heavy is imported before it runs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eigengrain.data.config import Transforms
+from eigengrain.errors import unknown_name
+
+if TYPE_CHECKING:
+    from eigengrain.models import CovarianceNet
+    from eigengrain.training.config import Train
+    from eigengrain.training.evaluation import Score
+
+SPLITS = ("train", "val", "test")
+AMP = ("none", "bf16", "fp16")
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """Which model, on which images.
+
+    Args:
+        checkpoint: a folder of 'eigengrain train' or of save_pretrained.
+        data: name of the data set; a training folder says it by itself.
+        root: folder of the data set; a training folder says it by itself.
+        data_options: more keyword arguments of the data set, for --data.
+        split: train, val (of a training folder with validation images) or test.
+        subset: eigenvalues that are kept, such as top:206; give it again for more, all from one pass of the backbone.
+        flip: average the probabilities of each image and its mirror image.
+        kind: transforms, see 'eigengrain train --help'; those of the training by default.
+        img_size: side of the images; as the checkpoint says by default.
+        batch_size: images that go through the model together, over all processes.
+        workers: processes that read images.
+        amp: precision of the backbone: none, bf16 or fp16.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
+        out: the CSV file with one row a subset; evaluation.csv in the folder of the checkpoint by default.
+        per_class: a CSV file with one row a class.
+    """
+
+    checkpoint: str = ""
+    data: str | None = None
+    root: str | None = None
+    data_options: dict[str, Any] = field(default_factory=dict)
+    split: str = "test"
+    subset: list[str] = field(default_factory=list)
+    flip: bool = False
+    kind: str | None = None
+    img_size: int | None = None
+    batch_size: int = 32
+    workers: int = 4
+    amp: str = "none"
+    device: str = "auto"
+    out: str | None = None
+    per_class: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.checkpoint:
+            raise ValueError("name the model with --checkpoint: a folder of 'eigengrain train' or of save_pretrained")
+        for option, choices in (("split", SPLITS), ("amp", AMP)):
+            if getattr(self, option) not in choices:
+                raise unknown_name(f"--{option}", getattr(self, option), choices)
+        for option, least in (("batch_size", 1), ("workers", 0), ("img_size", 1)):
+            value = getattr(self, option)
+            if value is not None and value < least:
+                raise ValueError(f"--{option} must be at least {least}, got {value}")
+
+
+def expand(words: Sequence[str]) -> list[str]:
+    """Words of a command line with every ``--subset`` adding to those before it instead of replacing them.
+
+    Example:
+        >>> expand(["--subset", "top:206", "--subset=top:1+last:50", "--flip"])
+        ['--subset+', 'top:206', '--subset+=top:1+last:50', '--flip']
+    """
+    renamed = ["--subset+" if word == "--subset" else word for word in words]
+    return ["--subset+=" + word.removeprefix("--subset=") if word.startswith("--subset=") else word for word in renamed]
+
+
+def run(config: Evaluate) -> None:
+    """Evaluate, print a table, write CSV files."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    from eigengrain.bench.environment import describe
+    from eigengrain.bench.records import writable, write_csv
+    from eigengrain.data import make_loader
+    from eigengrain.functional import EigenSubset
+    from eigengrain.training.distributed import join
+    from eigengrain.training.evaluation import evaluate
+
+    subsets = [str(EigenSubset.parse(text)) for text in config.subset] or ["own"]
+    folder, training = _find(config.checkpoint)
+    out = writable(config.out or Path(config.checkpoint) / "evaluation.csv")
+    per_class = writable(config.per_class) if config.per_class else None
+    with join(config.device) as process:
+        model, dataset = _open(config, folder, training)
+        model.to(process.device)
+        loader = make_loader(
+            dataset,
+            config.batch_size,
+            train=False,
+            workers=config.workers,
+            rank=process.rank,
+            world_size=process.world_size,
+            pin_memory=process.device.type == "cuda",
+        )
+        scores = evaluate(model, loader, process, subsets=subsets, flip=config.flip, amp=config.amp)
+        if not process.is_main:
+            return
+        common = {"checkpoint": config.checkpoint, "data": dataset.name, "split": config.split}
+        settings = {"test_time_augmentation": "flip" if config.flip else "none", "amp": config.amp}
+        settings |= {"img_size": model.pretrained_cfg["input_size"][-1]}
+        where = describe(process.device)
+        write_csv(out, [{**common, **_row(score), **settings, **where} for score in scores])
+        if per_class is not None:
+            write_csv(per_class, [row for score in scores for row in _class_rows(score, model, dataset.classes)])
+    table = Table(
+        title=f"{dataset.name}, {config.split}, {scores[0].samples} images", title_justify="left", box=box.SIMPLE_HEAD
+    )
+    table.add_column("eigenvalues")
+    for heading in ("top-1", "top-5", "loss"):
+        table.add_column(heading, justify="right")
+    for score in scores:
+        table.add_row(_label(score.subset), f"{score.top1:.2f}", f"{score.top5:.2f}", f"{score.loss:.4f}")
+    console = Console()
+    console.print(table)
+    for path in (out, per_class):
+        if path is not None:
+            console.print(str(path), soft_wrap=True, highlight=False, markup=False)
+
+
+def _label(subset: str) -> str:
+    return "as trained" if subset == "own" else subset
+
+
+def _row(score: "Score") -> dict[str, object]:
+    numbers = {"top1": f"{score.top1:.4f}", "top5": f"{score.top5:.4f}", "loss": f"{score.loss:.6f}"}
+    return {"subset": _label(score.subset), "samples": score.samples, **numbers}
+
+
+def _class_rows(score: "Score", model: "CovarianceNet", classes: Sequence[str]) -> list[dict[str, object]]:
+    rows: list[dict[str, object]] = []
+    for name, correct, count in zip(model.class_names or classes, score.correct, score.count, strict=True):
+        accuracy = f"{100 * correct / count:.4f}" if count else ""
+        rows.append({"subset": _label(score.subset), "class": name, "samples": count, "correct": correct, "top1": accuracy})
+    return rows
+
+
+def _find(checkpoint: str) -> tuple[Path, "Train | None"]:
+    """The folder of the model, and the options that it was trained with where they are known."""
+    import yaml  # type: ignore[import-untyped]
+
+    from eigengrain.training.config import from_mapping
+
+    path = Path(checkpoint)
+    if not path.is_dir():
+        raise ValueError(f"there is no folder {checkpoint!r}: name one of 'eigengrain train' or of save_pretrained")
+    arguments = path / "args.yaml"
+    if not arguments.is_file():
+        return path, None
+    if not (path / "model").is_dir():
+        raise ValueError(f"the training in {checkpoint!r} has not ended: finish it with 'eigengrain train --resume'")
+    try:
+        values: Any = yaml.safe_load(arguments.read_text(encoding="utf-8"))
+    except yaml.YAMLError as error:
+        raise ValueError(f"{arguments} is not YAML: {error}") from error
+    return path / "model", from_mapping(values)
+
+
+def _open(config: Evaluate, folder: Path, training: "Train | None") -> tuple["CovarianceNet", Any]:
+    """The model and its images."""
+    from eigengrain.data import build_transform
+    from eigengrain.models import from_pretrained
+    from eigengrain.training.config import Data
+    from eigengrain.training.sources import describe_input, open_sources
+
+    data = training.data if training is not None else None
+    if config.data is not None:
+        data = Data(config.data, config.root, options=config.data_options)
+    elif data is not None and config.root is not None:
+        data = Data(data.name, config.root, data.val_fraction, data.transforms, data.options)
+    if data is None:
+        raise ValueError(f"{config.checkpoint!r} does not say its images: give --data and --root")
+    if config.split == "val" and not data.val_fraction:
+        raise ValueError("there are no validation images, as --data.val_fraction of the training is 0: use --split test")
+    sources = open_sources(data, training.seed if training is not None else 0)
+    dataset = {"train": sources.train, "val": sources.val, "test": sources.test}[config.split]
+    model = from_pretrained(folder)
+    if dataset is None or model.num_classes != len(dataset.classes):
+        found = 0 if dataset is None else len(dataset.classes)
+        raise ValueError(f"the model has {model.num_classes} classes and {data.name} has {found}: they do not fit")
+    if model.class_names is not None and model.class_names != dataset.classes:
+        raise ValueError(f"the classes of the model and of {data.name} have other names or another order")
+    transforms = _transforms(config, model, training)
+    if transforms is None:
+        dataset.transform = _as_the_checkpoint_says(model)
+    else:
+        describe_input(model, transforms)
+        dataset.transform = build_transform(transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    return model, dataset
+
+
+def _transforms(config: Evaluate, model: "CovarianceNet", training: "Train | None") -> Transforms | None:
+    """What is done to the images: as asked for, else as in training, else None for what the checkpoint says."""
+    own = training.data.transforms if training is not None else None
+    if config.kind is None and config.img_size is None:
+        return own
+    size = config.img_size or int(model.pretrained_cfg["input_size"][-1])
+    if config.kind is not None:
+        return Transforms(config.kind, size)  # type: ignore[arg-type]
+    if own is not None:
+        return Transforms(own.kind, size, keep_aspect=own.keep_aspect, interpolation=own.interpolation)
+    raise ValueError("--img_size of a folder without args.yaml needs --kind, such as paper")
+
+
+def _as_the_checkpoint_says(model: "CovarianceNet") -> Any:
+    from timm.data import create_transform, resolve_data_config
+
+    return create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))

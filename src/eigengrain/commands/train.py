@@ -1,0 +1,21 @@
+"""``eigengrain train``. Nothing heavy is imported before it runs."""
+
+import sys
+
+from eigengrain.training.config import Train
+
+
+def run(config: Train) -> int:
+    """Train; the exit code is 0, or 130 and 143 after Ctrl-C and SIGTERM, when the checkpoint is written."""
+    from eigengrain.training.interrupt import Interrupted
+    from eigengrain.training.loop import train
+
+    try:
+        result = train(config)
+    except Interrupted as stop:
+        print(f"eigengrain: {stop}", file=sys.stderr)
+        return stop.exit_code
+    if result is not None:
+        scores = ", ".join(f"{name} {value:.2f}" for name, value in result.scores.items() if not name.endswith("loss"))
+        print(f"epoch {result.epoch} (select: {result.select}): {scores}; model: {result.model}")
+    return 0

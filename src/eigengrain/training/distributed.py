@@ -1,0 +1,117 @@
+"""Several processes as one: started by torchrun, one a device, or none of it."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from eigengrain.bench.environment import pick_device
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among its peers.
+
+    Args:
+        device: that it computes on.
+        rank: its number.
+        world_size: how many there are.
+    """
+
+    device: torch.device
+    rank: int = 0
+    world_size: int = 1
+
+    @property
+    def is_main(self) -> bool:
+        """Whether this is the one that writes files and speaks."""
+        return self.rank == 0
+
+    @property
+    def many(self) -> bool:
+        return self.world_size > 1
+
+    def sum(self, values: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.many:
+            dist.all_reduce(values)
+        return values
+
+    def max(self, *values: int) -> list[int]:
+        """The largest of each number over all processes."""
+        if not self.many:
+            return list(values)
+        table = torch.tensor(values, device=self.device)
+        dist.all_reduce(table, op=dist.ReduceOp.MAX)
+        return [int(v) for v in table.tolist()]
+
+    def gather(self, value: Any) -> list[Any]:
+        """Plain values or tensors of all processes, in the order of their ranks."""
+        if not self.many:
+            return [value]
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, value)
+        return gathered
+
+    def share_buffers(self, model: nn.Module) -> None:
+        """Give all processes the batch statistics of the first, so that they evaluate one and the same model."""
+        if self.many:
+            for buffer in model.buffers():
+                dist.broadcast(buffer, 0)
+
+    def wait(self) -> None:
+        """Until all processes are here."""
+        if self.many:
+            dist.barrier()
+
+
+@contextmanager
+def join(device: str) -> Iterator[Process]:
+    """This process; where torchrun started several, they find each other (gloo on the CPU, NCCL on CUDA).
+
+    Example:
+        >>> with join("cpu") as process:
+        ...     process.is_main, process.world_size
+        (True, 1)
+    """
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size == 1:
+        yield Process(pick_device(device))
+        return
+    chosen = pick_device(device)
+    if chosen.type == "cuda":
+        chosen = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
+        torch.cuda.set_device(chosen)
+    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", init_method="env://")
+    try:
+        yield Process(chosen, dist.get_rank(), world_size)
+    finally:
+        dist.destroy_process_group()
+
+
+def seed_everything(seed: int) -> None:
+    """All generators that a training step may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+
+
+def generator_states(device: torch.device) -> dict[str, Any]:
+    """Where the generators stand, as tensors and plain values."""
+    states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
+    if device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(device)
+    return states
+
+
+def restore_generators(states: dict[str, Any], device: torch.device) -> None:
+    torch.set_rng_state(states["torch"])
+    version, numbers, rest = states["python"]
+    random.setstate((version, tuple(numbers), rest))
+    if device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"], device)

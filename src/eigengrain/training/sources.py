@@ -1,0 +1,130 @@
+"""The images of a run: data sets, what is done to them, and the loaders."""
+
+import math
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+from torch import Tensor
+
+from eigengrain.data import (
+    DeviceCache,
+    ImageSet,
+    build_transform,
+    find_unreadable,
+    make_loader,
+    open_dataset,
+    split_validation,
+)
+from eigengrain.data.config import Transforms
+from eigengrain.models import CovarianceNet
+from eigengrain.training.config import Data, Train
+from eigengrain.training.distributed import Process
+
+
+class Batches(Protocol):
+    """What the loop needs of a loader."""
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None: ...
+
+    def __iter__(self) -> Any: ...
+
+    def __len__(self) -> int: ...
+
+
+class Sources(NamedTuple):
+    """The data sets of a run; ``val`` is a part of the training images that is never trained on."""
+
+    train: ImageSet
+    test: ImageSet
+    val: ImageSet | None = None
+
+
+class Loaders(NamedTuple):
+    train: Batches
+    test: Batches
+    val: Batches | None = None
+
+
+def open_sources(data: Data, seed: int) -> Sources:
+    """The data sets that a config names.
+
+    Raises:
+        ValueError: if there is no such data set, or its folder is not as it should be.
+    """
+    train = open_dataset(data.name, data.root, split="train", **data.options)
+    test = open_dataset(data.name, data.root, split="test", **data.options)
+    if not data.val_fraction:
+        return Sources(train, test)
+    kept, validation = split_validation(train, data.val_fraction, seed=seed)
+    return Sources(kept, test, validation)
+
+
+def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> None:
+    """Open every file once, in the first process, rather than meet a broken one in the third epoch.
+
+    Raises:
+        ValueError: in all processes, if images cannot be read; ``unreadable.txt`` in the folder lists them all.
+    """
+    said = ""
+    if process.is_main:
+        files = [dataset for dataset in sources if dataset is not None and dataset.paths is not None]
+        problems = [problem for dataset in files for problem in find_unreadable(dataset, workers)]
+        if problems:
+            out.mkdir(parents=True, exist_ok=True)
+            table = out / "unreadable.txt"
+            table.write_text("".join(f"{p.path}\t{p.reason}\n" for p in problems), encoding="utf-8")
+            first = ", ".join(f"{p.path} ({p.reason})" for p in problems[:3])
+            said = (
+                f"{len(problems)} images cannot be read, such as {first}; all are in {table}: replace them or take them "
+                "out of the data set"
+            )
+    said = process.gather(said)[0]
+    if said:
+        raise ValueError(said)
+
+
+def describe_input(model: CovarianceNet, transforms: Transforms) -> None:
+    """Write into the model how its images are prepared, in timm's words, so that others can prepare theirs alike."""
+    side = transforms.img_size
+    squashed = transforms.kind == "paper" or (transforms.kind == "scripts" and not transforms.keep_aspect)
+    share = transforms.crop_pct or 0.875 if transforms.kind == "timm" else side / transforms.resized
+    if transforms.kind != "timm" and math.floor(side / share) < transforms.resized:
+        share = math.nextafter(share, 0)  # timm divides and rounds down, which must lead back to the side before the crop
+    model.pretrained_cfg |= {
+        "input_size": (3, side, side),
+        "crop_pct": 1.0 if transforms.kind == "none" else share,
+        "crop_mode": "squash" if squashed else "center",
+        "interpolation": transforms.interpolation,
+    }
+
+
+def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process: Process) -> Loaders:
+    """Loaders for the share of this process; mean and deviation are those that the backbone wants.
+
+    Raises:
+        ValueError: if the batch cannot be shared evenly by the processes.
+    """
+    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+
+    def loader(dataset: ImageSet, train: bool) -> Batches:
+        options: dict[str, Any] = {
+            "train": train,
+            "workers": config.workers,
+            "seed": config.seed,
+            "rank": process.rank,
+            "world_size": process.world_size,
+            # a last batch of one image would ruin batch statistics
+            "drop_last": train and len(dataset) >= config.batch_size,
+        }
+        dataset.transform = build_transform(config.data.transforms, train, mean, std)
+        if config.cache == "device":
+            return DeviceCache(dataset, config.batch_size, device=process.device, progress=process.is_main, **options)
+        return make_loader(dataset, config.batch_size, pin_memory=process.device.type == "cuda", **options)
+
+    val = loader(sources.val, train=False) if sources.val is not None else None
+    return Loaders(loader(sources.train, train=True), loader(sources.test, train=False), val)
+
+
+def to_device(batch: tuple[Tensor, Tensor], process: Process) -> tuple[Tensor, Tensor]:
+    images, labels = batch
+    return images.to(process.device, non_blocking=True), labels.to(process.device, non_blocking=True)

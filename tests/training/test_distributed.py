@@ -1,0 +1,60 @@
+"""Two processes are as good as one: a real run of torchrun over gloo."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from eigengrain.training import train
+from training.small_run import colours, without_batch_statistics
+
+CHANGES = {"epochs": 4, "save_every": 2, "ema": 0.9}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    """The folder of a run of two processes; every third image less would leave a last batch of two."""
+    out = tmp_path_factory.mktemp("two")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command += ["-m", "training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses")]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("epoch 4/4") == 1  # one process speaks
+    return out
+
+
+@pytest.fixture(scope="module")
+def one(tmp_path_factory):
+    out = tmp_path_factory.mktemp("one") / "run"
+    losses = []
+    train(without_batch_statistics(out, **CHANGES), colours(), lambda e, b, loss: losses.append(loss))
+    return out, losses
+
+
+def test_the_losses_of_20_steps_are_those_of_one_process(one, two):
+    shares = [[float(line) for line in (two / f"losses.{rank}").read_text().split()] for rank in (0, 1)]
+    together = [(a + b) / 2 for a, b in zip(*shares, strict=True)]
+    assert len(together) == len(one[1]) == 20
+    assert max(abs(a - b) for a, b in zip(together, one[1], strict=True)) <= 1e-5
+    assert max(abs(a - b) for a, b in zip(*shares, strict=True)) > 1e-3  # each process did have images of its own
+
+
+def test_accuracy_counts_every_image_once(one, two):
+    rows = [list(csv.DictReader((folder / "summary.csv").open())) for folder in (one[0], two / "run")]
+    assert len(rows[0]) == 4
+    for alone, shared in zip(*rows, strict=True):
+        assert (alone["test_top1"], alone["test_top5"]) == (shared["test_top1"], shared["test_top5"])
+        for column in ("train_loss", "test_loss", "gradient_norm"):
+            assert float(alone[column]) == pytest.approx(float(shared[column]), abs=1e-4), column
+
+
+def test_the_model_is_the_same(one, two):
+    alone, shared = (load_file(folder / "model/model.safetensors") for folder in (one[0], two / "run"))
+    assert alone.keys() == shared.keys()
+    assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4

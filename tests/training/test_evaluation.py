@@ -1,0 +1,130 @@
+"""Accuracy against a count by hand, for subsets, flips and batches of any size."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from eigengrain.functional import EigenSubset
+from eigengrain.models import create_model
+from eigengrain.training.evaluation import MixedPrecision, evaluate
+
+CLASSES = 7
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    model = create_model("test_resnet", head="mpncov+seb", num_classes=CLASSES, reduce=6, last_stride=1)
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(8, 3, 96, 96))
+        model.classifier.weight.mul_(30)
+    return model.train()
+
+
+@pytest.fixture(scope="module")
+def images():
+    torch.manual_seed(1)
+    return torch.randn(11, 3, 96, 96), torch.randint(0, CLASSES, (11,))
+
+
+def batches(images, size):
+    return list(zip(*(x.split(size) for x in images), strict=True))
+
+
+def by_hand(model, images, labels, subset="all", flip=False):
+    """One image after the other: (right at 1, right at 5, loss), with the head's numbers from NumPy."""
+    model.eval()
+    answers = []
+    for image, label in zip(images, labels.tolist(), strict=True):
+        probability = np.zeros(CLASSES)
+        views = [image, torch.flip(image, [2])] if flip else [image]
+        for view in views:
+            with torch.no_grad():
+                x = model.head.reduce(model.forward_features(view[None]))[0].double().flatten(1).numpy()
+            centred = x - x.mean(1, keepdims=True)
+            values, vectors = np.linalg.eigh(centred @ centred.T / x.shape[1])
+            values, vectors = values[::-1].clip(0), vectors[:, ::-1]
+            keep = EigenSubset.parse(subset).mask(6).numpy()
+            s = math.sqrt((values * np.exp(-2 * values)).sum())
+            matrix = (1 + s) * (vectors * (np.sqrt(values) * keep)) @ vectors.T
+            vector = matrix[np.triu_indices(6)]
+            weight, bias = (p.detach().double().numpy() for p in (model.classifier.weight, model.classifier.bias))
+            scores = weight @ vector + bias
+            exponential = np.exp(scores - scores.max())
+            probability += exponential / exponential.sum() / len(views)
+        order = np.argsort(-probability)
+        answers.append((order[0] == label, label in order[:5], -math.log(probability[label])))
+    model.train()
+    return np.array(answers, dtype=float)
+
+
+@pytest.mark.parametrize("flip", [False, True])
+def test_subsets_and_flips_against_a_count_by_hand(model, images, flip):
+    subsets = ("all", "top:2", "top:1+last:2")
+    scores = evaluate(model, batches(images, 4), subsets=subsets, flip=flip)
+    assert [score.subset for score in scores] == list(subsets)
+    assert len({score.loss for score in scores}) == 3
+    for score in scores:
+        expected = by_hand(model, *images, score.subset, flip)
+        assert score.samples == 11
+        assert score.top1 == pytest.approx(100 * expected[:, 0].mean())
+        assert score.top5 == pytest.approx(100 * expected[:, 1].mean())
+        assert score.loss == pytest.approx(expected[:, 2].mean(), rel=2e-4)
+        for label in range(CLASSES):
+            of_class = images[1].numpy() == label
+            assert (score.correct[label], score.count[label]) == (expected[of_class, 0].sum(), of_class.sum())
+
+
+def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, monkeypatch):
+    calls = []
+    original = model.backbone.forward_features
+    monkeypatch.setattr(model.backbone, "forward_features", lambda x: calls.append(len(x)) or original(x))
+    evaluate(model, batches(images, 11), subsets=("all", "top:3", "last:2"))
+    assert calls == [11]
+
+
+def test_batches_do_not_matter_and_the_model_is_left_as_it_was(model, images):
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    one, many = (evaluate(model, batches(images, size), subsets=("top:2",))[0] for size in (11, 2))
+    assert one.correct == many.correct
+    assert one.loss == pytest.approx(many.loss, rel=1e-5)
+    assert model.training
+    assert str(model.head.subset) == "all"
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_what_cannot_be_evaluated_is_refused(model, images):
+    with pytest.raises(ValueError, match="asks for 9 of 6 eigenvalues"):
+        evaluate(model, batches(images, 4), subsets=("top:9",))
+    with pytest.raises(ValueError, match="no image"):
+        evaluate(model, [])
+    pooled = create_model("test_resnet", head="gap", num_classes=CLASSES)
+    with pytest.raises(ValueError, match="head 'gap' has no eigenvalues"):
+        evaluate(pooled, batches(images, 4), subsets=("top:1",))
+    assert evaluate(pooled, batches(images, 4))[0].samples == 11
+
+
+class Probe(nn.Module):
+    """Stands for a head and remembers the precision it is given."""
+
+    channels = 64
+
+    def forward(self, x):
+        self.seen = x.dtype, torch.is_autocast_enabled("cpu")
+        return x.mean((2, 3))
+
+
+@pytest.mark.parametrize(("amp", "inside"), [("none", torch.float32), ("bf16", torch.bfloat16)])
+def test_half_precision_ends_with_the_backbone(images, amp, inside):
+    model = create_model("test_resnet", head="gap", num_classes=CLASSES).eval()
+    seen = []
+    model.backbone.layer4.register_forward_hook(lambda module, x, y: seen.append(y.dtype))
+    model.head = Probe()
+    scores = MixedPrecision(model, amp)(images[0])
+    assert seen == [inside]
+    assert model.head.seen == (torch.float32, False)
+    assert scores.dtype == torch.float32

@@ -1,0 +1,385 @@
+"""The loop: against an independent one written out step by step, and where it must stop or choose."""
+
+import csv
+import json
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from eigengrain.data import ImageSet, build_transform, make_loader
+from eigengrain.models import create_model, from_pretrained
+from eigengrain.training import loop, train
+from eigengrain.training.checkpoint import read_checkpoint
+from eigengrain.training.config import Data, Model, Optimiser, Schedule
+from eigengrain.training.evaluation import evaluate
+from eigengrain.training.loop import DivergedError
+from eigengrain.training.schedule import build_optimiser, build_schedule, rates
+from eigengrain.training.sources import Sources, describe_input
+from eigengrain.training.telemetry import spectrum_row
+from training.small_run import SIZE, colours, small, without_batch_statistics
+
+
+def rows(out):
+    with open(out / "summary.csv", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def plain(out, **changes):
+    """Without dropout, so that a loop that draws nothing gives the same numbers."""
+    config = small(out, **changes)
+    return replace(config, model=replace(config.model, drop_rate=0.0))
+
+
+def test_against_a_loop_that_is_written_out(tmp_path):
+    schedule = Schedule("drops", drops=[1], factor=0.5, warmup_epochs=0.4, warmup_lr=0.001)
+    config = plain(tmp_path, schedule=schedule, clip_grad=2.0, label_smoothing=0.1)
+    losses = []
+    train(config, colours(), lambda e, b, loss: losses.append(loss))
+
+    torch.manual_seed(config.seed)
+    model = create_model("test_resnet", head="mpncov+seb", num_classes=3, reduce=3, last_stride=1)
+    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    images = colours().train
+    images.transform = build_transform(config.data.transforms, True, mean, std)
+    loader = make_loader(images, 4, train=True, seed=config.seed)
+    velocity, expected, norms = {}, [], []
+    for update in range(10):
+        epoch, batch = divmod(update, 5)
+        loader.set_epoch(epoch, start_batch=batch)
+        x, y = next(iter(loader))
+        model.train().zero_grad()
+        log_p = model(x).log_softmax(1)
+        target = torch.full((4, 3), 0.1 / 3).scatter(1, y[:, None], 0.9 + 0.1 / 3)
+        loss = -(target * log_p).sum(1).mean()
+        loss.backward()
+        expected.append(loss.item())
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+        norms.append(norm)
+        for name, p in model.named_parameters():
+            top = 0.02 * (5 if name.startswith("classifier") else 1)
+            # two updates of warm-up, the drop after five
+            lr = 0.001 + (top - 0.001) * update / 2 if update < 2 else top * (0.5 if update >= 5 else 1)
+            step = p.grad * min(1, 2.0 / norm) + 1e-4 * p.detach()
+            velocity[name] = step if update == 0 else 0.9 * velocity[name] + step
+            p.data -= lr * velocity[name]
+    assert losses == pytest.approx(expected, abs=2e-4)
+    kept = from_pretrained(tmp_path / "model").state_dict()
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(kept[name], p.detach(), atol=2e-4, rtol=1e-3)
+    first, second = rows(tmp_path)
+    assert float(first["train_loss"]) == pytest.approx(np.mean(expected[:5]), abs=1e-4)
+    assert float(first["gradient_norm"]) == pytest.approx(np.mean(norms[:5]), rel=1e-3)
+    assert [float(first[f"lr_{part}"]) for part in ("backbone", "head", "classifier")] == pytest.approx([0.02, 0.02, 0.1])
+    assert [float(second[f"lr_{part}"]) for part in ("backbone", "head", "classifier")] == pytest.approx([0.01, 0.01, 0.05])
+
+
+def test_the_model_that_is_kept_has_the_accuracy_that_is_reported(tmp_path):
+    result = train(small(tmp_path), colours())
+    model = from_pretrained(tmp_path / "model")
+    assert model.class_names == ["red", "green", "blue"]
+    assert model.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
+    images = colours().test
+    images.transform = build_transform(
+        small(tmp_path).data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    )
+    [score] = evaluate(model, make_loader(images, 3, train=False))
+    assert score.samples == 10
+    assert score.top1 == result.scores["test_top1"] == float(rows(tmp_path)[-1]["test_top1"])
+    assert score.loss == pytest.approx(result.scores["test_loss"], rel=1e-5)
+
+
+def test_accumulated_batches_are_one_large_batch(tmp_path):
+    """Ten batches of 2 in groups of 3, the last group being one batch, against updates that are made by hand."""
+    seen = []
+    config = without_batch_statistics(tmp_path / "a", batch_size=2, accumulate=3, epochs=1, save_every=3)
+    train(config, colours(train=20), lambda e, b, loss: seen.append(b))
+    assert seen == list(range(10))
+    assert read_checkpoint(tmp_path / "a/last.pt")["progress"]["updates"] == 4
+
+    torch.manual_seed(config.seed)
+    model = create_model("test_convnext", head="mpncov+seb", num_classes=3, reduce=None, last_stride=1)
+    images = colours(train=20).train
+    images.transform = build_transform(
+        config.data.transforms, True, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+    )
+    batches = list(make_loader(images, 2, train=True, seed=config.seed))
+    optimiser = build_optimiser(model, config.optimiser)
+    for group in (batches[:3], batches[3:6], batches[6:9], batches[9:]):
+        x, y = torch.cat([b[0] for b in group]), torch.cat([b[1] for b in group])
+        optimiser.zero_grad()
+        torch.nn.functional.cross_entropy(model.train()(x), y).backward()
+        optimiser.step()
+    kept = from_pretrained(tmp_path / "a/model").state_dict()
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(kept[name], tensor, atol=2e-5, rtol=1e-4)
+
+
+def test_averaged_weights_are_what_is_evaluated_and_kept(tmp_path):
+    states = []
+
+    class Spy(loop.build.__globals__["ModelEmaV3"]):
+        def update(self, model, step=None):
+            super().update(model, step)
+            states.append((self.get_decay(step), model.classifier.weight.detach().clone()))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(loop.build.__globals__, "ModelEmaV3", Spy)
+        train(small(tmp_path, ema=0.5, epochs=1), colours())
+    average = None
+    for decay, weight in states:
+        average = weight if average is None else decay * average + (1 - decay) * weight
+    assert states[0][0] == 0  # the first weights are forgotten
+    kept = from_pretrained(tmp_path / "model").classifier.weight
+    torch.testing.assert_close(kept.detach(), average)
+    assert not torch.equal(kept, states[-1][1])
+    assert json.loads((tmp_path / "results.json").read_text())["weights"] == "averaged"
+
+
+def test_the_spectrum_of_the_last_batch_is_written_down(tmp_path, monkeypatch):
+    recorded = []
+    monkeypatch.setattr(loop, "spectrum_row", lambda *s: recorded.append(s) or spectrum_row(*s))
+    train(small(tmp_path), colours())
+    assert len(recorded) == 2  # once an epoch
+    for (eigenvalues, s), row in zip(recorded, rows(tmp_path), strict=True):
+        values = eigenvalues.double().numpy()
+        middle = lambda x: np.sort(x)[(len(x) - 1) // 2]  # noqa: E731  (torch's median is the lower one)
+        assert values.shape == (4, 3)
+        assert float(row["lambda_1"]) == pytest.approx(middle(values[:, 0]), rel=1e-6)
+        with np.errstate(divide="ignore"):
+            condition = np.log10(values[:, 0] / values[:, 2])
+        assert float(row["log10_condition"]) == pytest.approx(middle(condition), rel=1e-5)
+        assert float(row["energy_last"]) == pytest.approx(middle(values[:, 2] / values.sum(1)), rel=1e-5)
+        assert float(row["q_norm"]) == pytest.approx(middle(np.sqrt(values.sum(1))), rel=1e-6)
+        assert float(row["s"]) == pytest.approx(middle(np.sqrt((values * np.exp(-2 * values)).sum(1))), rel=1e-6)
+        assert s.shape == (4,)
+
+
+def test_the_last_50_of_many_eigenvalues_and_a_dead_spectrum():
+    values = torch.arange(120.0, 0, -1)[None]
+    assert spectrum_row(values, None)["energy_last"] == pytest.approx(sum(range(1, 51)) / sum(range(1, 121)))
+    dead = spectrum_row(torch.zeros(2, 4), torch.zeros(2))
+    assert dead["lambda_1"] == dead["q_norm"] == dead["s"] == 0
+    assert math.isnan(dead["log10_condition"])
+    singular = spectrum_row(torch.tensor([[1.0, 0.5, 0.0, -1e-18]]).double(), None)
+    assert singular["log10_condition"] == pytest.approx(-math.log10(4 * 2.220446e-16), rel=1e-6)
+
+
+def test_a_head_without_spectrum_leaves_the_columns_empty(tmp_path):
+    train(small(tmp_path, model=Model("test_resnet", head="gap"), epochs=1), colours())
+    [row] = rows(tmp_path)
+    assert row["lambda_1"] == row["s"] == row["lr_head"] == ""
+    assert row["repaired_solves"] == "0"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(tmp_path, monkeypatch, bad):
+    calls = []
+
+    def poisoned(scores, labels, **options):
+        calls.append(1)
+        return torch.nn.functional.cross_entropy(scores, labels, **options) * (bad if len(calls) == 8 else 1)
+
+    monkeypatch.setattr(loop, "cross_entropy", poisoned)
+    said = rf"the loss is {bad} in epoch 2 at batch 3 of 5: lower .*last good .*last\.pt"
+    with pytest.raises(DivergedError, match=said) as e:
+        train(small(tmp_path, save_every=1), colours())
+    assert "\n" not in str(e.value)
+    state = read_checkpoint(tmp_path / "last.pt")
+    assert (state["progress"]["epoch"], state["progress"]["batch"]) == (1, 2)
+    assert all(t.isfinite().all() for t in state["model"].values())
+
+
+def falling(monkeypatch, accuracies):
+    """Evaluations that give these accuracies in turn, (validation, test)."""
+    answers = iter([value for pair in accuracies for value in pair if value is not None])
+
+    def fake(*arguments, **options):
+        [score] = evaluate(*arguments, **options)
+        return [replace(score, top1=next(answers))]
+
+    monkeypatch.setattr(loop, "evaluate", fake)
+
+
+@pytest.mark.parametrize(
+    ("select", "accuracies", "epoch", "top1"),
+    [
+        ("last", [(None, 9.0), (None, 5.0), (None, 6.0)], 3, 6.0),
+        ("best-test", [(None, 5.0), (None, 9.0), (None, 6.0)], 2, 9.0),
+        ("best-val", [(7.0, 1.0), (6.0, 2.0), (5.0, 3.0)], 1, 1.0),  # the test images have no say
+        ("best-test", [(7.0, 1.0), (6.0, 2.0), (5.0, 0.0)], 2, 2.0),  # nor the validation images
+    ],
+)
+def test_which_epoch_is_kept(tmp_path, monkeypatch, select, accuracies, epoch, top1):
+    falling(monkeypatch, accuracies)
+    val = 0 if accuracies[0][0] is None else 4
+    weights = []
+    data = replace(small(tmp_path).data, val_fraction=0.1 if val else 0.0)
+    original = loop.keep_copy
+    monkeypatch.setattr(loop, "keep_copy", lambda a, b: weights.append(read_checkpoint(a)) or original(a, b))
+    result = train(small(tmp_path, select=select, data=data, epochs=3), colours(val=val))
+    assert (result.select, result.epoch, result.scores["test_top1"], result.epochs_trained) == (select, epoch, top1, 3)
+    record = json.loads((tmp_path / "results.json").read_text())
+    assert (record["select"], record["epoch"], record["test_time_augmentation"]) == (select, epoch, "none")
+    state = weights[-1] if select != "last" else read_checkpoint(tmp_path / "last.pt")
+    assert state["progress"]["epoch"] == epoch
+    kept = from_pretrained(tmp_path / "model").state_dict()
+    assert all(torch.equal(kept[name], tensor) for name, tensor in state["model"].items())
+
+
+def test_early_stop_after_two_epochs_without_progress_and_not_undone_by_resume(tmp_path, monkeypatch):
+    falling(monkeypatch, [(None, a) for a in (3.0, 4.0, 4.0, 1.0, 9.0)])
+    config = small(tmp_path, epochs=9, early_stop=2, select="best-test")
+    assert train(config, colours()).epochs_trained == 4
+    assert train(replace(config, resume=True), colours()).epochs_trained == 4
+
+
+def test_evaluation_every_other_epoch_and_the_last(tmp_path):
+    train(small(tmp_path, epochs=3, eval_every=2), colours())
+    assert [bool(row["test_top1"]) for row in rows(tmp_path)] == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("opt", "options"), [("adamw", {"betas": [0.8, 0.9]}), ("lion", {}), ("nesterov", {}), ("sgd", {})]
+)
+def test_optimisers_of_timm(opt, options):
+    model = create_model("test_resnet", head="mpncov", num_classes=3, reduce=3)
+    optimiser = build_optimiser(model, Optimiser(opt, lr=0.1, head_lr_scale=2, classifier_lr_scale=3, options=options))
+    assert rates(optimiser) == pytest.approx({"lr_backbone": 0.1, "lr_head": 0.2, "lr_classifier": 0.3})
+    nesterov = optimiser.param_groups[0].get("nesterov")
+    assert nesterov == {"nesterov": True, "sgd": False}.get(opt, nesterov)
+    if options:
+        assert list(optimiser.param_groups[0]["betas"]) == [0.8, 0.9]
+
+
+def test_an_optimiser_that_is_misspelt_or_an_option_it_has_not():
+    model = create_model("test_resnet", head="gap", num_classes=3)
+    with pytest.raises(ValueError, match=r"unknown --optimiser\.opt 'adamv': did you mean 'adam"):
+        build_optimiser(model, Optimiser("adamv"))
+    with pytest.raises(ValueError, match=r"optimiser 'sgd' cannot be made: .*bets"):
+        build_optimiser(model, Optimiser("sgd", options={"bets": 1}))
+
+
+@pytest.mark.parametrize("kind", ["cosine", "tanh", "step", "poly", "drops", "constant"])
+def test_schedules_by_update(kind):
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    groups = [{"params": [parameter], "lr": 1.0, "name": "backbone"}]
+    optimiser = torch.optim.SGD(groups)
+    config = Schedule(kind, every=2, drops=[2] if kind == "drops" else [], factor=0.5, warmup_epochs=0.5)
+    schedule = build_schedule(optimiser, config, epochs=4, updates_per_epoch=4)
+    values = []
+    for update in range(1, 17):
+        values.append(optimiser.param_groups[0]["lr"])
+        schedule.step_update(update)
+    assert values[:2] == pytest.approx([0.0, 0.5], abs=1e-5)  # tanh climbs to where its curve is then, a little below 1
+    later = np.array(values[2:])
+    t = np.arange(2, 16)
+    expected = {
+        "cosine": (1 + np.cos(np.pi * t / 16)) / 2,
+        "step": 0.5 ** (t // 8),
+        "poly": (1 - t / 16) ** 0.5,
+        "drops": np.where(t >= 8, 0.5, 1),
+        "constant": np.ones(14),
+    }.get(kind)
+    if expected is not None:
+        np.testing.assert_allclose(later, expected, atol=1e-12)
+    assert (np.diff(later) <= 1e-12).all()
+    with pytest.raises(ValueError, match="warmup_epochs must be at most --epochs 4"):
+        build_schedule(optimiser, replace(config, warmup_epochs=5), 4, 4)
+
+
+def test_plateau_drops_when_the_watched_accuracy_stands_still(tmp_path, monkeypatch):
+    falling(monkeypatch, [(None, 5.0)] * 6)
+    schedule = Schedule("plateau", factor=0.1, patience=1)
+    train(small(tmp_path, epochs=6, schedule=schedule, select="best-test"), colours())
+    values = [float(row["lr_backbone"]) for row in rows(tmp_path)]
+    assert values[0] == pytest.approx(0.02)
+    assert values[-1] < values[0] / 9
+
+
+def test_channels_last_and_bf16_train(tmp_path):
+    result = train(small(tmp_path, amp="bf16", channels_last=True, epochs=1), colours())
+    assert math.isfinite(result.scores["test_loss"])
+    assert from_pretrained(tmp_path / "model").classifier.weight.dtype == torch.float32
+
+
+def test_the_cache_trains_as_the_files_do(tmp_path):
+    for cache in ("none", "device"):
+        train(small(tmp_path / cache, cache=cache, epochs=1), colours())
+    a, b = (from_pretrained(tmp_path / cache / "model").state_dict() for cache in ("none", "device"))
+    for name in a:
+        torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=1e-4)
+
+
+def test_tensorboard_files(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    train(small(tmp_path, log="tensorboard"), colours())
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("test_top1")] == [1, 2]
+
+
+def test_broken_images_are_listed_before_training(tmp_path):
+    files = []
+    for number in range(6):
+        file = tmp_path / f"{number}.png"
+        Image.new("RGB", (SIZE, SIZE), (40 * number, 0, 0)).save(file)
+        files.append(file)
+    for number in (1, 4):
+        files[number].write_bytes(files[number].read_bytes()[:60])
+    images = ImageSet("files", "train", ["a", "b"], [0, 1] * 3, files)
+    steps = []
+    with pytest.raises(ValueError, match=r"2 images cannot be read, such as .*1\.png .*unreadable\.txt") as error:
+        train(small(tmp_path / "run", batch_size=2), Sources(images, colours().test), lambda *s: steps.append(s))
+    assert steps == []
+    assert "\n" not in str(error.value)
+    listed = (tmp_path / "run/unreadable.txt").read_text().splitlines()
+    assert [line.split("\t")[0] for line in listed] == [str(files[1]), str(files[4])]
+
+
+@pytest.mark.parametrize("side", [32, 37, 448])
+@pytest.mark.parametrize(
+    "transforms",
+    [
+        {"kind": "paper"},
+        {"kind": "paper", "resize": 500},
+        {"kind": "scripts"},
+        {"kind": "scripts", "keep_aspect": False},
+        {"kind": "imagenet"},
+        {"kind": "timm", "crop_pct": 0.9},
+    ],
+    ids=lambda t: "-".join(map(str, t.values())),
+)
+def test_a_model_says_how_its_test_images_were_prepared(transforms, side):
+    from timm.data import create_transform, resolve_data_config
+
+    from eigengrain.data.config import Transforms
+
+    config = Transforms(img_size=side, **transforms)
+    model = create_model("test_resnet", head="gap", num_classes=2)
+    describe_input(model, config)
+    pixels = np.random.default_rng(0).integers(0, 256, (50, 71, 3), dtype=np.uint8)
+    ours = build_transform(config, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))
+    torch.testing.assert_close(ours(Image.fromarray(pixels)), theirs(Image.fromarray(pixels)))
+
+
+def test_names_are_refused_before_anything_is_written(tmp_path):
+    out = tmp_path / "run"
+    for config, said in (
+        (small(out, model=Model("test_resnett")), "test_resnet"),
+        (small(out, model=Model("test_resnet", head="mpncv")), "mpncov"),
+        (small(out, optimiser=Optimiser("sdg")), "sgd"),
+        (small(out, device="cuda:7"), "cuda:7"),
+        (small(out, data=replace(small(out).data, val_fraction=0.5)), "validation"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train(config, colours())
+    with pytest.raises(ValueError, match="unknown data set 'clours'"):
+        train(small(out, data=Data("clours")))
+    assert not out.exists()
