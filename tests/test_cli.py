@@ -96,7 +96,7 @@ def test_a_command_may_return_an_exit_code(command):
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["tyr"], "unknown command 'tyr': did you mean 'try'? Choose from: "),
+        (["ttry"], "unknown command 'ttry': did you mean 'try'? Choose from: "),
         (
             ["bench", "functonal"],
             "unknown bench command 'functonal': did you mean 'functional'? Choose from: functional",

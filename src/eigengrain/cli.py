@@ -19,10 +19,13 @@ from eigengrain import __version__, errors
 from eigengrain.bench.config import Doctor, FunctionalBench, GrowthBench, HeadsBench, StepBench
 from eigengrain.bench.loader import LoaderBench
 from eigengrain.commands.datasets import Datasets
+from eigengrain.commands.evaluate import Evaluate
+from eigengrain.commands.export import Export
 from eigengrain.commands.listing import Heads, Models
 from eigengrain.commands.predict import Predict
 from eigengrain.errors import unknown_name
 from eigengrain.studies.config import GradientTour
+from eigengrain.training.config import Train
 
 PROGRAM = "eigengrain"
 
@@ -42,6 +45,8 @@ class Command:
     run: str
     #: options that are given without their name, as many of them as argparse's nargs says: ? or *
     positional: dict[str, str] = field(default_factory=dict)
+    #: ``module:function`` that rewrites the words after the command's name before they are parsed, as for ``--recipe NAME``
+    expand: str | None = None
 
     @property
     def group(self) -> str | None:
@@ -54,8 +59,7 @@ class Command:
 
     def function(self) -> Callable[[Any], int | None]:
         """What runs the command, imported now; it may return an exit code."""
-        module, name = self.run.split(":")
-        return cast(Callable[[Any], int | None], getattr(import_module(module), name))
+        return _imported(self.run)
 
 
 #: help of the words that have commands of their own
@@ -63,11 +67,31 @@ GROUPS = {"bench": "measure speed and memory"}
 
 COMMANDS = (
     Command(
+        "train",
+        "train a model, from a recipe or from options",
+        Train,
+        "eigengrain.commands.train:run",
+        expand="eigengrain.recipes:expand",
+    ),
+    Command(
+        "evaluate",
+        "accuracy of a trained model on a split, also with eigenvalue subsets",
+        Evaluate,
+        "eigengrain.commands.evaluate:run",
+        expand="eigengrain.commands.evaluate:expand",
+    ),
+    Command(
         "predict",
         "name what images show, with a trained model",
         Predict,
         "eigengrain.commands.predict:run",
         positional={"images": "*"},
+    ),
+    Command(
+        "export",
+        "write a trained model for ONNX Runtime or torch.export",
+        Export,
+        "eigengrain.commands.export:run",
     ),
     Command(
         "models",
@@ -146,6 +170,20 @@ def _parser(description: str | None = None, **options: Any) -> ArgumentParser:
     return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False, **options)
 
 
+def _imported(path: str) -> Callable[..., Any]:
+    """What ``module:function`` names, imported now."""
+    module, name = path.split(":")
+    return cast(Callable[..., Any], getattr(import_module(module), name))
+
+
+def _expanded(argv: Sequence[str]) -> list[str]:
+    for command in COMMANDS:
+        words = command.name.split()
+        if command.expand and list(argv[: len(words)]) == words:
+            return [*words, *_imported(command.expand)(argv[len(words) :])]
+    return list(argv)
+
+
 def _add_options(parser: ArgumentParser, command: Command) -> None:
     """The options of a command: positional ones, switches (--json, without a value), and the others by name."""
     draft = _parser()
@@ -181,7 +219,7 @@ class _Parsers:
     def parse(self, argv: Sequence[str]) -> tuple[Command, Any]:
         """The command that ``argv`` asks for and its config; ValueError for what cannot be read."""
         try:
-            namespace = self.top.parse_args(list(argv))
+            namespace = self.top.parse_args(_expanded(argv))
         except ArgumentError as error:
             raise ValueError(self._explain(argv, str(error))) from error
         # jsonargparse before 4.49 has another name for it

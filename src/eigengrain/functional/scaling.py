@@ -11,7 +11,7 @@ from eigengrain.errors import unknown_name
 from eigengrain.functional import products
 from eigengrain.functional._inputs import check_square, output_dtype, to_compute
 from eigengrain.functional._linear import with_gradient
-from eigengrain.functional.eigen import eigh
+from eigengrain.functional.eigen import decompose
 
 KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("auto", "eigh", "products")
@@ -90,8 +90,9 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
             value, slope = qs_by_products(batch)
         out = with_gradient(batch, value, slope, "scaling_factor").reshape(P.shape[:-2])
     else:
-        values = eigh(p).values
-        out = with_gradient(values, *_value_and_slope(values.detach(), kind), "scaling_factor")
+        values, vectors = decompose(p)
+        value, slope = _value_and_slope(values, kind)
+        out = with_gradient(p, value, (vectors * slope.unsqueeze(-2)) @ vectors.mT, "scaling_factor")
     return out.to(P.device, output_dtype(P))
 
 
