@@ -235,6 +235,14 @@ class TestTransforms:
             mapped = torch.func.vmap(lambda t: sqrt_covariance(t, True, solver=solver))(x)  # noqa: B023
             assert torch.allclose(mapped.flatten(0, 1), sqrt_covariance(x.flatten(0, 1), True, solver=solver), atol=1e-14)
 
+    def test_vmap_and_compile_where_the_covariance_is_made_of_quarters(self):
+        x = torch.randn(2, 1, 130, 140, dtype=F64)
+        mapped = torch.func.vmap(sqrt_covariance)(x).flatten(0, 1)
+        whole = sqrt_covariance(x.flatten(0, 1))
+        assert torch.allclose(mapped, whole, atol=1e-12)
+        assert torch.allclose(torch.compile(sqrt_covariance, backend="aot_eager")(x.flatten(0, 1)), whole, atol=1e-12)
+        assert relative(whole @ whole, covariance(x.flatten(0, 1))) < 1e-12
+
     def test_per_sample_gradients(self):
         x = torch.randn(3, 1, 4, 9, dtype=F64)
 

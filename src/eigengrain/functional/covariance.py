@@ -28,6 +28,23 @@ def centre(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return x.sub_(x.mean(-1, keepdim=True)).mul_(1 / math.sqrt(x.shape[-1]))
 
 
+def outer_product(xc: Tensor) -> Tensor:
+    """X Xᵀ (B, d, d) of (B, d, N), without gradient.
+
+    Libraries have no batched product that uses the symmetry. On a CPU it pays to compute the lower left quarter as the
+    transpose of the upper right one; on CUDA one large product is faster.
+    """
+    d = xc.shape[-2]
+    if xc.is_cuda or d < 128:
+        return xc @ xc.mT
+    upper, lower = xc[..., : d // 2, :], xc[..., d // 2 :, :]
+    out = xc.new_empty(*xc.shape[:-1], d)
+    out[..., : d // 2, :] = upper @ xc.mT
+    out[..., d // 2 :, : d // 2] = out[..., : d // 2, d // 2 :].mT
+    out[..., d // 2 :, d // 2 :] = lower @ lower.mT
+    return out
+
+
 def covariance(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     r"""Centred sample covariance of a feature map (Eq. 2 of the paper), without an N × N centring matrix.
 

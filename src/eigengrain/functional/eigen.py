@@ -118,7 +118,7 @@ def _solve_and_zero(batch: Tensor) -> tuple[Tensor, Tensor]:
 
 def check_finite(p: Tensor, who: str) -> None:
     """Name the samples of a batch (batch, …) that contain NaN or infinity."""
-    finite = p.flatten(1).isfinite().all(1)
+    finite = p.flatten(1).sum(1).isfinite()  # a sum is finite only if all of it is, and makes no mask of the batch
     if not bool(finite.all()):
         bad = (~finite).nonzero().flatten().tolist()
         shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
@@ -132,7 +132,6 @@ def check_finite(p: Tensor, who: str) -> None:
 def _eigh_op(p: Tensor, backend: str) -> tuple[Tensor, Tensor]:
     """Descending eigenvalues, and the eigenvectors in ROWS: as solvers leave them, so that nothing is transposed."""
     batch = p.reshape(-1, *p.shape[-2:])
-    batch = (batch + batch.mT) / 2
     name = _choose(backend, batch)
     if name == "cusolver-batched" and not debugging():
         values, vectors = _solve_and_zero(batch)
@@ -154,7 +153,7 @@ def _(info: Any, in_dims: tuple[int | None, None], p: Tensor, backend: str) -> A
 
 
 def decompose(p: Tensor, backend: str = "auto") -> Eigh:
-    """The decomposition as constants: no gradient is recorded. ``p`` is (*, d, d) in the working precision."""
+    """The decomposition as constants: no gradient is recorded. ``p`` is symmetric (*, d, d), in the working precision."""
     if backend not in BACKENDS:
         raise unknown_name("backend", backend, BACKENDS)
     values, rows = _eigh_op(p.detach(), backend)
@@ -222,5 +221,6 @@ def eigh(P: Tensor, backend: str = "auto") -> Eigh:
     """
     check_square(P, "eigh")
     p = to_compute(P)
+    p = (p + p.mT) / 2
     values, vectors = _Eigh.apply(p, *decompose(p, backend))
     return Eigh(values.to(P.device, output_dtype(P)), vectors.to(P.device, output_dtype(P)))

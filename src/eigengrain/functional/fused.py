@@ -29,7 +29,7 @@ from eigengrain.functional._inputs import (
     output_dtype,
 )
 from eigengrain.functional._product_layer import root_by_products
-from eigengrain.functional.covariance import centre, covariance
+from eigengrain.functional.covariance import centre, covariance, outer_product
 from eigengrain.functional.eigen import check_finite, decompose
 from eigengrain.functional.rules import GradientRule
 from eigengrain.functional.scaling import qs_and_slope, scaling_factor
@@ -66,14 +66,14 @@ def _within_rank(values: Tensor, xc: Tensor) -> Tensor:
 
 def _factor_eigh(xc: Tensor) -> _Factors:
     """By the d × d covariance. σ_j = ‖u_jᵀX_c‖ is measured again: √λ_j has lost the digits of small eigenvalues."""
-    values, u = decompose(xc @ xc.mT)
+    values, u = decompose(outer_product(xc))
     sigma, vt = _split_lengths(u.mT @ xc, _within_rank(values, xc), -1)
     return _Factors(u, sigma, vt)
 
 
 def _factor_gram(xc: Tensor) -> _Factors:
     """By the N × N Gram matrix, for fewer positions than channels."""
-    values, v = decompose(xc.mT @ xc)
+    values, v = decompose(outer_product(xc.mT))
     r = min(xc.shape[-2:])
     values, v = values[..., :r], v[..., :r]
     sigma, u = _split_lengths(xc @ v, _within_rank(values, xc), -2)

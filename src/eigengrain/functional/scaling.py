@@ -80,6 +80,7 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
     if kind == "constant":
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
     p = to_compute(P)
+    p = (p + p.mT) / 2
     if solver == "auto":  # an eigendecomposition costs ten times the products on CUDA, and less than they do on a CPU
         solver = "products" if kind == "qs" and P.is_cuda else "eigh"
     if solver == "products":

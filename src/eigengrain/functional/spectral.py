@@ -119,6 +119,7 @@ def _evaluate(
     check_cut(cut)
     chosen, d = EigenSubset.parse(subset), P.shape[-1]
     p = to_compute(P)
+    p = (p + p.mT) / 2
     keep = chosen.mask(d, p.device)
     raw, vectors = decompose(p, backend)
     values = _checked_values(raw, f, floor)
