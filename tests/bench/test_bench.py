@@ -86,8 +86,8 @@ def test_peak_covers_the_backward_pass():
 def test_peak_sees_inside_our_own_operators():
     p = covariance(torch.randn(2, 40, 90, generator=torch.Generator().manual_seed(0)), dtype=torch.float64)
     matrix = p.nbytes
-    # eigenvectors in the solver's order and in ours at the same time, next to the symmetrised input
-    assert peak_bytes(lambda: decompose(p), p) >= 3 * matrix
+    # eigenvectors in the solver's order and in ours at the same time, of which only the second leaves the operator
+    assert peak_bytes(lambda: decompose(p), p) >= 2 * matrix
 
 
 @pytest.mark.parametrize("name", ["eigh", "svd", "products", "newton_schulz"])

@@ -5,6 +5,7 @@ import torch
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.functional import (
+    autotune,
     covariance,
     cusolver,
     debug,
@@ -196,3 +197,11 @@ def test_inside_a_compiled_model():
 def test_scaling_factor_by_both_routes():
     p = matrix(log_spectrum(48, 1e8), batch=3).cuda() * 50
     assert torch.allclose(scaling_factor(p), scaling_factor(p, solver="products"), rtol=1e-11)
+
+
+def test_the_first_call_may_come_from_an_evaluation(tmp_path, monkeypatch):
+    """The solver is then timed inside inference mode, where autograd cannot record."""
+    monkeypatch.setenv("EIGENGRAIN_CACHE", str(tmp_path))
+    monkeypatch.setattr(autotune, "_memory", {})
+    with torch.inference_mode():
+        assert sqrt_covariance(torch.randn(3, 24, 60, device="cuda"), True).isfinite().all()

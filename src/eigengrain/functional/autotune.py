@@ -94,7 +94,8 @@ def fastest(x: Tensor) -> str:
         return "products"  # nothing can be timed now; this one compiles and captures
     key = _key(x, batch)
     if key not in measurements():
-        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+        # timed as in training, also when the first call comes from an evaluation
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cuda", enabled=False):
             _remember(key, {solver: _time(solver, batch, d, n, x.device) for solver in ("eigh", "products")})
     times = measurements()[key]
     return min(times, key=lambda solver: times[solver])
