@@ -15,11 +15,11 @@ import eigengrain
 from eigengrain import cli
 from eigengrain.bench import doctor
 from eigengrain.bench import functional as bench
-from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.memory import LiveStorages, peak_bytes, saved_bytes
-from eigengrain.bench.records import writable
 from eigengrain.functional import covariance
 from eigengrain.functional.eigen import decompose
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable
 
 KILO = 1000  # elements; 4,000 bytes in float32
 

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from eigengrain import __version__
 from eigengrain.bench.config import Doctor
-from eigengrain.bench.environment import cpu_name, device_name
 from eigengrain.functional import autotune, cusolver
 from eigengrain.functional.eigen import _choose
+from eigengrain.runtime.environment import cpu_name, device_name
 
 #: extras that developers of the package need, and its users do not
 _DEVELOPMENT = ("dev", "docs")

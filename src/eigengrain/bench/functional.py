@@ -16,12 +16,12 @@ from torch import Tensor
 
 from eigengrain import functional as F
 from eigengrain.bench.config import FunctionalBench, warmup_runs
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.memory import peak_bytes, saved_bytes
-from eigengrain.bench.records import writable, write_csv
 from eigengrain.errors import unknown_name
 from eigengrain.functional import _graphs, autotune
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
 
 Layer = Callable[[Tensor], Tensor]
 Row = dict[str, str | int | float | None]

@@ -12,11 +12,11 @@ from rich.table import Table
 
 from eigengrain.bench import functional
 from eigengrain.bench.config import GrowthBench, warmup_runs
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.functional import Case, Row, by_time, in_turn, random_case, short, solver_of
-from eigengrain.bench.records import writable, write_csv
 from eigengrain.errors import unknown_name
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
 
 
 def methods_of(config: GrowthBench) -> list[str]:

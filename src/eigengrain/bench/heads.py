@@ -9,12 +9,12 @@ from rich.console import Console
 from rich.table import Table
 
 from eigengrain.bench.config import HeadsBench, warmup_runs
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.functional import Case, Row, by_time, figures, short, solver_of
-from eigengrain.bench.records import writable, write_csv
 from eigengrain.errors import unknown_name
 from eigengrain.heads import CovarianceHead, Head, create_head, list_heads
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
 
 
 def known_heads(names: Iterable[str]) -> list[str]:

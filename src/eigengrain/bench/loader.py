@@ -139,9 +139,9 @@ def run(config: LoaderBench) -> None:
     import torch
     from rich.console import Console
 
-    from eigengrain.bench.display import progress_bar
-    from eigengrain.bench.environment import describe
-    from eigengrain.bench.records import writable, write_csv
+    from eigengrain.runtime.display import progress_bar
+    from eigengrain.runtime.environment import describe
+    from eigengrain.runtime.records import writable, write_csv
 
     path = writable(config.out or "benchmarks/loader-cpu.csv")
     console = Console()

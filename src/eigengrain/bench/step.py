@@ -14,14 +14,14 @@ from rich.table import Table
 from torch import Tensor, nn
 
 from eigengrain.bench.config import StepBench
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe, pick_device
 from eigengrain.bench.functional import Row, in_turn, mebibytes, short, synchronise
 from eigengrain.bench.heads import known_heads
 from eigengrain.bench.memory import LiveStorages
-from eigengrain.bench.records import writable, write_csv
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.names import check_backbone
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
 
 #: Table 8: head -> seconds and MiB for a mini-batch
 PAPER = {"isqrt": (0.28, 4345), "mpncov": (0.30, 4298), "mpncov+seb": (0.31, 4501)}

@@ -93,9 +93,9 @@ def describe(entry: Entry) -> str:
 
 def check(config: Datasets) -> int:
     """``eigengrain datasets check NAME ROOT``."""
-    from eigengrain.bench.records import writable
     from eigengrain.data import open_dataset
     from eigengrain.data.check import find_problems
+    from eigengrain.runtime.records import writable
 
     entry = find_entry(str(config.name))
     if entry.drawn:

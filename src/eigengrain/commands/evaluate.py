@@ -84,10 +84,10 @@ def run(config: Evaluate) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from eigengrain.bench.environment import describe
-    from eigengrain.bench.records import writable, write_csv
     from eigengrain.data import make_loader
     from eigengrain.functional import EigenSubset
+    from eigengrain.runtime.environment import describe
+    from eigengrain.runtime.records import writable, write_csv
     from eigengrain.training.distributed import join
     from eigengrain.training.evaluation import evaluate
 

@@ -208,8 +208,8 @@ def run_models(config: Models) -> None:
     from rich.columns import Columns
     from rich.console import Console
 
-    from eigengrain.bench.display import progress_bar
     from eigengrain.models import list_backbones
+    from eigengrain.runtime.display import progress_bar
 
     names = list(COVERED) if config.pattern is None else matching(config.pattern, list_backbones())
     if not names:

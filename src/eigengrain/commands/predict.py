@@ -442,9 +442,9 @@ def run(config: Predict) -> int:
         raise ValueError("; ".join(f"{_plain(m.path)}: {m.problem}" for m in missing))
     import torch
 
-    from eigengrain.bench.display import progress_bar
-    from eigengrain.bench.environment import pick_device
-    from eigengrain.bench.records import writable
+    from eigengrain.runtime.display import progress_bar
+    from eigengrain.runtime.environment import pick_device
+    from eigengrain.runtime.records import writable
 
     out, device = writable(config.out), pick_device(config.device)
     model = open_model(config).to(device)

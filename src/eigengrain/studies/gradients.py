@@ -17,10 +17,10 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe
-from eigengrain.bench.records import writable, write_csv
 from eigengrain.functional import GRADIENTS, sqrt_covariance
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe
+from eigengrain.runtime.records import writable, write_csv
 from eigengrain.studies import report
 from eigengrain.studies.config import GradientTour
 from eigengrain.studies.features import Factors, equal_eigenvalues, with_spectrum

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eigengrain.bench.environment import pick_device
+from eigengrain.runtime.environment import pick_device
 
 
 @dataclass(frozen=True)

@@ -17,11 +17,11 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from eigengrain.bench.display import progress_bar
-from eigengrain.bench.environment import describe
 from eigengrain.data.randomness import derive
 from eigengrain.functional import solver_repairs
 from eigengrain.models import CovarianceNet, save_pretrained
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe
 from eigengrain.training.build import Run, build, tensorboard, write_arguments
 from eigengrain.training.checkpoint import (
     BEST,
