@@ -43,7 +43,7 @@ def test_of_the_features(function, case):
 @pytest.mark.parametrize("case", ["generic", "equal eigenvalues"])
 @pytest.mark.parametrize("function", [F.mtp_sqrt, F.mpa_sqrt])
 def test_published_approximants(function, case):
-    """Their gradient is that of the true root, as published: their values converge to it with the degree."""
-    p = F.covariance(INPUTS[case]).requires_grad_()
-    converged = {F.mtp_sqrt: 4000, F.mpa_sqrt: 8}[function]
-    assert torch.autograd.gradcheck(lambda m: function(m, converged), p, atol=1e-4, rtol=1e-3)
+    """Their gradient is that of the true root, as published: seen where the degree is enough for their value to be it."""
+    p = (F.covariance(INPUTS[case]) + torch.eye(4, dtype=F64)).requires_grad_()
+    enough = {F.mtp_sqrt: 200, F.mpa_sqrt: 8}[function]
+    assert torch.autograd.gradcheck(lambda m: function(m, enough), p)
