@@ -2,12 +2,17 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from eigengrain.functional import triu_vector
-from eigengrain.functional._inputs import check_floating, full_precision, output_dtype
+from eigengrain.functional._inputs import full_precision, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, check_whole_number, second_moment, smooth_signed_sqrt
+from eigengrain.heads.pieces import (
+    TriangleClassifier,
+    check_positive,
+    check_whole_number,
+    second_moment,
+    smooth_signed_sqrt,
+)
 from eigengrain.heads.registry import register_head
 
 
@@ -17,7 +22,7 @@ def _check_rank(who: str, rank: int) -> None:
         raise ValueError(f"{who}: rank must be even, got {rank}: half of the factors are positive, half are negative")
 
 
-class LowRankBilinearClassifier(nn.Module):
+class LowRankBilinearClassifier(TriangleClassifier):
     r"""Class scores that are differences of squared norms of projected features.
 
     .. math:: f_k = \|U_{k+}^T \hat X\|_F^2 - \|U_{k-}^T \hat X\|_F^2 + b_k
@@ -45,17 +50,9 @@ class LowRankBilinearClassifier(nn.Module):
     """
 
     def __init__(self, channels: int, num_classes: int, rank: int = 8):
-        super().__init__()
-        who = type(self).__name__
-        check_whole_number(who, "channels", channels)
-        check_whole_number(who, "num_classes", num_classes)
-        _check_rank(who, rank)
-        self.channels = channels
-        self.rank = rank
-        self.in_features = channels * (channels + 1) // 2
-        self.out_features = num_classes
+        super().__init__(channels, num_classes, rank)
+        _check_rank(type(self).__name__, rank)
         self.factors = nn.Parameter(torch.empty(num_classes, rank, channels))
-        self.bias = nn.Parameter(torch.empty(num_classes))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -63,22 +60,10 @@ class LowRankBilinearClassifier(nn.Module):
         nn.init.normal_(self.factors, std=self.channels**-0.5)
         nn.init.zeros_(self.bias)
 
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
-
-    def forward(self, vector: Tensor) -> Tensor:
-        check_floating(vector, type(self).__name__)
-        if vector.ndim == 0 or vector.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__} expects vectors of {self.in_features} numbers, the upper triangle of a "
-                f"{self.channels} × {self.channels} matrix, got shape {tuple(vector.shape)}"
-            )
-        vector = vector.to(output_dtype(vector))
+    def forms(self, dtype: torch.dtype) -> Tensor:
+        positive, negative = self.factors.to(dtype).chunk(2, dim=1)  # (num_classes, rank/2, m) each
         # the two parts of a score nearly cancel at times, so the difference is not for 16 bits
-        with full_precision(vector):
-            positive, negative = self.factors.to(vector.dtype).chunk(2, dim=1)  # (num_classes, rank/2, m) each
-            weight = positive.mT @ positive - negative.mT @ negative
-            return F.linear(vector, triu_vector(weight, isometric=True), self.bias.to(vector.dtype))
+        return positive.mT @ positive - negative.mT @ negative
 
 
 @register_head("lrbp")

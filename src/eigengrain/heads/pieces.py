@@ -1,10 +1,11 @@
 """What several heads are made of: the second moment, elementwise roots, unit vectors, and checks of their options."""
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eigengrain.functional._inputs import full_precision
+from eigengrain.functional import triu_vector
+from eigengrain.functional._inputs import check_floating, full_precision, output_dtype
 
 
 def check_whole_number(who: str, name: str, value: object) -> None:
@@ -69,3 +70,41 @@ def power_normalise(vector: Tensor, eps: float = 1e-5) -> Tensor:
         tensor([ 0.6000, -0.8000])
     """
     return F.normalize(signed_sqrt(vector, eps), dim=-1)
+
+
+class TriangleClassifier(nn.Module):
+    """Scores of symmetric matrices by a quadratic form a class, from the isometric upper triangle; the base of two.
+
+    A subclass makes its parameters before :meth:`reset_parameters` is called and says in :meth:`forms` what they mean.
+    """
+
+    #: what the triangle is of, for the error
+    of = "matrix"
+
+    def __init__(self, channels: int, num_classes: int, rank: int):
+        super().__init__()
+        for name, value in (("channels", channels), ("num_classes", num_classes), ("rank", rank)):
+            check_whole_number(type(self).__name__, name, value)
+        self.channels = channels
+        self.rank = rank
+        self.in_features = channels * (channels + 1) // 2
+        self.out_features = num_classes
+        self.bias = nn.Parameter(torch.zeros(num_classes))
+
+    def forms(self, dtype: torch.dtype) -> Tensor:
+        """One symmetric matrix a class, (num_classes, C, C)."""
+        raise NotImplementedError
+
+    def extra_repr(self) -> str:
+        return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
+
+    def forward(self, vector: Tensor) -> Tensor:
+        check_floating(vector, type(self).__name__)
+        if vector.ndim == 0 or vector.shape[-1] != self.in_features:
+            raise ValueError(
+                f"{type(self).__name__} expects vectors of {self.in_features} numbers, the upper triangle of a "
+                f"{self.channels} × {self.channels} {self.of}, got shape {tuple(vector.shape)}"
+            )
+        vector = vector.to(output_dtype(vector))
+        with full_precision(vector):
+            return F.linear(vector, triu_vector(self.forms(vector.dtype), isometric=True), self.bias.to(vector.dtype))

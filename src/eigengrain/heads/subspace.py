@@ -2,14 +2,13 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from eigengrain.functional._inputs import check_floating, full_precision, output_dtype, to_compute
+from eigengrain.functional._inputs import output_dtype, to_compute
 from eigengrain.functional.covariance import triu_vector
 from eigengrain.functional.scalar import ScalarFunction
 from eigengrain.functional.spectral import spectral_function
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_whole_number
+from eigengrain.heads.pieces import TriangleClassifier, check_whole_number
 from eigengrain.heads.registry import register_head
 
 
@@ -40,7 +39,7 @@ class LeadingSubspace(ScalarFunction):
         return torch.where(across, rise / torch.where(across, run, 1.0), 0.0)
 
 
-class SubspaceClassifier(nn.Module):
+class SubspaceClassifier(TriangleClassifier):
     r"""Class scores that are projection kernels between the image's subspace and a subspace of each class.
 
     .. math:: f_c = \|W_c^T U_k\|_F^2 + b_c = \langle W_c W_c^T,\; U_k U_k^T \rangle + b_c, \qquad W_c \in R^{C \times r}
@@ -65,36 +64,20 @@ class SubspaceClassifier(nn.Module):
         torch.Size([3, 5])
     """
 
+    of = "projector"
+
     def __init__(self, channels: int, num_classes: int, rank: int):
-        super().__init__()
-        for name, value in (("channels", channels), ("num_classes", num_classes), ("rank", rank)):
-            check_whole_number(type(self).__name__, name, value)
-        self.channels = channels
-        self.rank = rank
-        self.in_features = channels * (channels + 1) // 2
-        self.out_features = num_classes
+        super().__init__(channels, num_classes, rank)
         self.basis = nn.Parameter(torch.empty(num_classes, rank, channels))
-        self.bias = nn.Parameter(torch.empty(num_classes))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.basis, std=self.channels**-0.5)  # vectors of unit length on average
         nn.init.zeros_(self.bias)
 
-    def extra_repr(self) -> str:
-        return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
-
-    def forward(self, vector: Tensor) -> Tensor:
-        check_floating(vector, type(self).__name__)
-        if vector.ndim == 0 or vector.shape[-1] != self.in_features:
-            raise ValueError(
-                f"{type(self).__name__} expects vectors of {self.in_features} numbers, the upper triangle of a "
-                f"{self.channels} × {self.channels} projector, got shape {tuple(vector.shape)}"
-            )
-        vector = vector.to(output_dtype(vector))
-        with full_precision(vector):
-            basis = self.basis.to(vector.dtype)
-            return F.linear(vector, triu_vector(basis.mT @ basis, isometric=True), self.bias.to(vector.dtype))
+    def forms(self, dtype: torch.dtype) -> Tensor:
+        basis = self.basis.to(dtype)
+        return basis.mT @ basis
 
 
 @register_head("gp")
