@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from eigengrain.data.imageset import ImageSet
-from eigengrain.data.loader import Order
+from eigengrain.data.loader import Batches, Order
 from eigengrain.data.progress import tracked
 from eigengrain.data.randomness import seeded
 from eigengrain.data.transforms import Pipeline, pixels_of
@@ -20,7 +20,7 @@ _TOGETHER = 32
 _log = logging.getLogger(__name__)
 
 
-class DeviceCache:
+class DeviceCache(Batches):
     """The batches of a :class:`~eigengrain.data.loader.Loader`, made on the device from images that were decoded once.
 
     The data set's transform is followed as it stands: what is the same in every epoch is done once and kept as uint8, crops
@@ -100,19 +100,6 @@ class DeviceCache:
                     f"{self.dataset.name} needs {needed / 2**30:.1f} GiB on {self.device}, and {free / 2**30:.1f} GiB "
                     "are free: read the images from the disk (no cache) or use smaller ones"
                 )
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch."""
-        return self.order.batch_size
-
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """The next iteration is of this epoch, without its first ``start_batch`` batches."""
-        self.order.set_epoch(epoch, start_batch)
-        self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         epoch = self.order.epoch

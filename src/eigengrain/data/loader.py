@@ -139,7 +139,27 @@ class _OfEpoch(Dataset[tuple[Any, int]]):
         return self.dataset[number]
 
 
-class Loader:
+class Batches:
+    """What every source of batches has: a data set, an order of its samples, and a place in it."""
+
+    dataset: ImageSet
+    order: Order
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a global batch."""
+        return self.order.batch_size
+
+    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
+        """The next iteration is of this epoch, without its first ``start_batch`` batches, whose images are not opened."""
+        self.order.set_epoch(epoch, start_batch)
+        self.dataset.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+
+class Loader(Batches):
     """Batches of (images, labels) of a data set, the same ones for any number of workers.
 
     The order of an epoch depends on (seed, epoch), the augmentation of a sample on (seed, epoch, index), and nothing else.
@@ -162,19 +182,6 @@ class Loader:
             # its own, so that starting an epoch draws nothing from the generator that the model uses
             generator=torch.Generator().manual_seed(order.seed),
         )
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of a global batch."""
-        return self.order.batch_size
-
-    def set_epoch(self, epoch: int, start_batch: int = 0) -> None:
-        """The next iteration is of this epoch, without its first ``start_batch`` batches, whose images are not opened."""
-        self.order.set_epoch(epoch, start_batch)
-        self.dataset.set_epoch(epoch)
-
-    def __len__(self) -> int:
-        return len(self.order)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self._batches)
