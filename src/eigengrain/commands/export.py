@@ -4,6 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from eigengrain.commands.checkpoint import fill
+
 if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
 
@@ -91,7 +93,7 @@ def open_model(config: Export) -> "CovarianceNet":
 
 def _from_weights(path: Path, config: Export) -> "CovarianceNet":
     """A model by its names, filled from a file to the last parameter: an untrained part would be exported as well."""
-    from eigengrain.models import create_model, load_weights
+    from eigengrain.models import create_model
 
     missing = [f"--{name}" for name in ("backbone", "head", "num_classes") if getattr(config, name) is None]
     if config.backbone is None or missing:
@@ -100,15 +102,7 @@ def _from_weights(path: Path, config: Export) -> "CovarianceNet":
             "that save_pretrained wrote"
         )
     model = create_model(config.backbone, config.head, config.num_classes, config.reduce, config.last_stride)
-    report = load_weights(model, path)
-    untrained = (*report.mismatched, *report.new)
-    if untrained:
-        more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
-        raise ValueError(
-            f"{path.name} does not fill the model: {', '.join(untrained[:3])}{more}; check --backbone, --head, "
-            "--num_classes and --reduce"
-        )
-    return model
+    return fill(model, path)
 
 
 def run(config: Export) -> None:

@@ -10,6 +10,8 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from eigengrain.commands.checkpoint import fill
+
 if TYPE_CHECKING:
     from PIL import Image
     from rich.table import Table
@@ -238,7 +240,7 @@ def _from_weights(path: Path, config: Predict) -> "CovarianceNet":
     """A model by its names, filled from a file; what stays untrained would make noise of every answer, so it is refused."""
     import torch
 
-    from eigengrain.models import create_model, load_weights
+    from eigengrain.models import create_model
 
     if config.backbone is None or config.num_classes is None:
         raise ValueError(
@@ -256,15 +258,7 @@ def _from_weights(path: Path, config: Predict) -> "CovarianceNet":
             built_for = create_model(config.backbone, **options).config["img_size"]
         options["img_size"] = config.img_size if built_for else None
     model = create_model(config.backbone, **options)
-    report = load_weights(model, path)
-    untrained = (*report.mismatched, *report.new)
-    if untrained:
-        more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
-        raise ValueError(
-            f"{path.name} does not fill the model: {', '.join(untrained[:3])}{more}; check --backbone, --head, "
-            "--num_classes and --reduce"
-        )
-    return model
+    return fill(model, path)
 
 
 def _check_use(model: "CovarianceNet", config: Predict) -> None:
