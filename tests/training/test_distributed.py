@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,11 +20,19 @@ CHANGES = {"epochs": 4, "save_every": 2, "ema": 0.9}
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """The folder of a run of two processes; every third image less would leave a last batch of two."""
-    out = tmp_path_factory.mktemp("two")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += ["-m", "training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses")]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
+    # a rendezvous of two processes was once seen to hang on a small machine: said aloud, and tried once more
+    for last in (False, True):
+        out = tmp_path_factory.mktemp("two")
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        command += ["-m", "training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses")]
+        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+        try:
+            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+            break
+        except subprocess.TimeoutExpired:
+            if last:
+                raise
+            warnings.warn("two processes hung for 120 s and were started again", stacklevel=1)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("epoch 4/4") == 1  # one process speaks
     return out
