@@ -5,6 +5,7 @@ import torch
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.functional import (
+    _squaring,
     autotune,
     covariance,
     cusolver,
@@ -13,6 +14,7 @@ from eigengrain.functional import (
     isqrt_covariance,
     matrix_sqrt,
     newton_schulz,
+    products,
     quintic_sqrt,
     scaling_factor,
     solver_repairs,
@@ -205,3 +207,18 @@ def test_the_first_call_may_come_from_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "_memory", {})
     with torch.inference_mode():
         assert sqrt_covariance(torch.randn(3, 24, 60, device="cuda"), True).isfinite().all()
+
+
+@pytest.mark.parametrize("d", [5, 64, 100])
+def test_squarings_that_are_counted_on_the_device(d):
+    """Spectra from 1e-9 to 1e5 side by side: each matrix takes its own number of squarings."""
+    pytest.importorskip("triton")
+    sizes = torch.tensor([0.0, 1e-9, 1e-3, 1.0, 30.0, 1e3, 1e5], dtype=F64)
+    p = (matrix(log_spectrum(d, 1e6), batch=len(sizes)) * sizes[:, None, None]).cuda()
+    values, vectors = torch.linalg.eigh(p)
+    exact = (vectors * (-2 * values).exp().unsqueeze(-2)) @ vectors.mT
+    assert _squaring.available(p.device)
+    counted = products.exp_minus_twice(p)
+    assert (counted - exact).abs().max() < 1e-13
+    assert torch.equal(counted, counted.mT)
+    assert products.exp_minus_twice(1e3 * p)[-1].isnan().all()  # a trace beyond 2²²

@@ -22,7 +22,7 @@ def recorder(monkeypatch):
     Recording.made = 0
     monkeypatch.setattr(_graphs, "_Recording", Recording)
     monkeypatch.setattr(_graphs, "_recordable", lambda tensor: True)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: type("Stream", (), {"cuda_stream": 0}))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
     calls = []
 
     @_graphs.replayed

@@ -1,7 +1,8 @@
 """A whole data set in the device's memory: decoded once, augmented there."""
 
+import copy
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from typing import Any
 
 import torch
@@ -11,13 +12,16 @@ from torch.utils.data import DataLoader, Dataset
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.loader import Batches, Order
 from eigengrain.data.progress import tracked
-from eigengrain.data.randomness import seeded
+from eigengrain.data.randomness import derive
 from eigengrain.data.transforms import Pipeline, pixels_of
 
 #: images that are decoded and sent to the device together
 _TOGETHER = 32
 
 _log = logging.getLogger(__name__)
+
+#: decoded files on a device, by how they were prepared and by their paths
+Decoded = MutableMapping[Any, Tensor]
 
 
 class DeviceCache(Batches):
@@ -37,6 +41,8 @@ class DeviceCache(Batches):
         world_size: how many processes there are.
         drop_last: whether the last batch is left out if it is not full; by default in training.
         progress: whether to show a bar.
+        decoded: images of earlier caches; those that it lacks are added. Trainings that are given the same one decode a
+            file once, also where they split the images in other ways.
 
     Raises:
         ValueError: for a transform that cannot be followed, numbers out of range, or a device without room for the images.
@@ -55,6 +61,7 @@ class DeviceCache(Batches):
         world_size: int = 1,
         drop_last: bool | None = None,
         progress: bool = True,
+        decoded: Decoded | None = None,
     ):
         if not isinstance(dataset.transform, Pipeline):
             raise ValueError(
@@ -66,15 +73,22 @@ class DeviceCache(Batches):
             len(dataset), batch_size, train=train, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last
         )
         dataset.seed = seed
-        self.dataset, self.pipeline, self.device = dataset, dataset.transform, torch.device(device)
-        wanted = range(len(dataset)) if train else [number for batch in self.order for number in batch]
-        self._images: dict[int, Tensor] = {}
+        self.dataset, self.device = dataset, torch.device(device)
+        self.pipeline = copy.copy(dataset.transform)  # with its numbers where the images are
+        self.pipeline.mean, self.pipeline.std = (t.to(self.device) for t in (self.pipeline.mean, self.pipeline.std))
+        wanted = list(range(len(dataset)) if train else [number for batch in self.order for number in batch])
         self._labels = torch.tensor(dataset.labels, device=self.device)
-        self.nbytes = 0
-        self._fill(list(wanted), workers, progress)
+        keys = {number: (str(self.device), *self.pipeline.preparation, dataset.path(number)) for number in wanted}
+        known = decoded if decoded is not None and dataset.paths is not None else {}
+        self._images: dict[int, Tensor] = {number: known[key] for number, key in keys.items() if key in known}
+        self._fill([number for number in wanted if number not in self._images], workers, progress)
+        known.update({key: self._images[number] for number, key in keys.items()})
+        self.nbytes = sum(image.numel() for image in self._images.values())
         _log.info("%d images of %s are kept on %s: %.2f GiB", len(wanted), dataset.name, self.device, self.nbytes / 2**30)
 
     def _fill(self, wanted: list[int], workers: int, progress: bool) -> None:
+        if not wanted:
+            return
         decoded = DataLoader(
             _Prepared(self.dataset, self.pipeline),
             batch_size=_TOGETHER,
@@ -84,13 +98,12 @@ class DeviceCache(Batches):
             generator=torch.Generator(),
         )
         title = f"decoding {self.dataset.name} ({self.dataset.split}) to {self.device}"
-        for numbers, shapes, pixels in tracked(decoded, len(decoded), title, show=progress):
-            if not self._images:
+        for turn, (numbers, shapes, pixels) in enumerate(tracked(decoded, len(decoded), title, show=progress)):
+            if turn == 0:
                 self._check_room(pixels.numel() / len(numbers) * len(wanted))
             # one copy for all of them; the parts share its memory
             parts = pixels.to(self.device).split([shape.numel() for shape in shapes])
             self._images |= {n: part.view(shape) for n, part, shape in zip(numbers, parts, shapes, strict=True)}
-            self.nbytes += pixels.numel()
 
     def _check_room(self, needed: float) -> None:
         if self.device.type == "cuda":
@@ -108,20 +121,27 @@ class DeviceCache(Batches):
 
     def _batch(self, numbers: list[int], epoch: int) -> tuple[Tensor, Tensor]:
         crops, mirrored = [], []
+        generator = torch.default_generator.get_state()  # the only one that a Pipeline draws from
         for number in numbers:
             image = self._images[number]
-            with seeded(self.dataset.seed, epoch, number):
-                top, left, mirror = self.pipeline.choose(image)
+            torch.default_generator.manual_seed(derive(self.dataset.seed, epoch, number))
+            top, left, mirror = self.pipeline.choose(image)
             size = self.pipeline.crop if self.pipeline.random_crop else None
             crops.append(image if size is None else image[:, top : top + size, left : left + size])
             mirrored.append(mirror)
+        torch.default_generator.set_state(generator)
         if len({crop.shape for crop in crops}) > 1:
             raise ValueError("the images of a batch differ in size: use a transform that crops")
         images = torch.stack(crops)
+        which, places = self._sent(list(zip(mirrored, numbers, strict=True))).unbind(1)
         if any(mirrored):
-            which = torch.tensor(mirrored, device=self.device).view(-1, 1, 1, 1)
-            images = torch.where(which, images.flip(-1), images)
-        return self.pipeline.normalise(images), self._labels[torch.tensor(numbers, device=self.device)]
+            images = torch.where(which.bool().view(-1, 1, 1, 1), images.flip(-1), images)
+        return self.pipeline.normalise(images), self._labels[places]
+
+    def _sent(self, numbers: Any) -> Tensor:
+        """Numbers on the device, without waiting for what it does at the moment."""
+        made = torch.tensor(numbers, dtype=torch.int64)
+        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made.to(self.device)
 
 
 class _Prepared(Dataset[tuple[int, Tensor]]):

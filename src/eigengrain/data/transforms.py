@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -71,6 +72,12 @@ class Pipeline:
             self.size = [config.resized] * (2 if whole else 1)
         self.mean = torch.tensor(mean, dtype=torch.float32).view(3, 1, 1)
         self.std = torch.tensor(std, dtype=torch.float32).view(3, 1, 1)
+
+    @property
+    def preparation(self) -> tuple[Any, ...]:
+        """What :meth:`prepare` depends on: pipelines that agree in it prepare alike."""
+        crop = None if self.random_crop else self.crop
+        return (*(self.size or ()), crop, self.interpolation)
 
     def prepare(self, image: Image.Image) -> Image.Image:
         """What every epoch does alike: the resizing, and the crop unless its place is drawn."""

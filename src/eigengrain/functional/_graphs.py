@@ -12,7 +12,11 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from eigengrain.functional._inputs import in_transform
+
 F = TypeVar("F", bound=Callable[..., Any])
+A = TypeVar("A")
+B = TypeVar("B")
 
 #: shapes remembered by each function; a training run needs two, its batch and the last smaller one
 _REMEMBERED = 4
@@ -31,7 +35,7 @@ class _Recording:
             function(*self.inputs, **options)
         torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.device(tensors[0].device), torch.cuda.graph(self.graph):
             self.outputs = function(*self.inputs, **options)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -53,7 +57,8 @@ def replayed(function: F) -> F:
         if torch.compiler.is_compiling() or not _recordable(tensors[0]):
             return function(*tensors, **options)
         shapes = tuple((t.shape, t.dtype) for t in tensors)
-        key = (tensors[0].device, torch.cuda.current_stream().cuda_stream, shapes, tuple(options.items()))
+        device = tensors[0].device
+        key = (device, torch.cuda.current_stream(device).cuda_stream, shapes, tuple(options.items()))
         known = seen.pop(key, 0)
         if isinstance(known, int):
             known = known + 1 if known < _WORTH_IT else _record(function, tensors, options)
@@ -65,6 +70,19 @@ def replayed(function: F) -> F:
     return cast(F, call)
 
 
+def side_by_side(first: Callable[[], A], second: Callable[[], B], where: Tensor) -> tuple[A, B]:
+    """Results of both; in a recording on CUDA they do not wait for each other, and fill the device together."""
+    if not where.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+        return first(), second()
+    stream, beside = torch.cuda.current_stream(where.device), torch.cuda.Stream(where.device)
+    beside.wait_stream(stream)
+    with torch.cuda.stream(beside):
+        other = second()
+    own = first()
+    stream.wait_stream(beside)
+    return own, other
+
+
 def _record(function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Recording | None:
     try:
         return _Recording(function, tensors, options)
@@ -74,6 +92,4 @@ def _record(function: Callable[..., Any], tensors: tuple[Tensor, ...], options: 
 
 
 def _recordable(tensor: Tensor) -> bool:
-    if not tensor.is_cuda or torch._C._functorch.maybe_get_level(tensor) != -1:  # type: ignore[attr-defined]
-        return False
-    return not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and not in_transform(tensor) and not torch.cuda.is_current_stream_capturing()

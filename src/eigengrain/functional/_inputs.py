@@ -55,6 +55,11 @@ def output_dtype(x: Tensor) -> torch.dtype:
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
+def in_transform(x: Tensor) -> bool:
+    """Whether vmap or another transform of torch.func is at work on it."""
+    return bool(torch._C._functorch.maybe_get_level(x) != -1)  # type: ignore[attr-defined]
+
+
 @cache
 def say_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)

@@ -9,7 +9,7 @@ from torch.autograd.function import FunctionCtx
 
 from eigengrain.functional import products
 from eigengrain.functional._first_order import first_order_only, graph_token
-from eigengrain.functional._graphs import replayed
+from eigengrain.functional._graphs import replayed, side_by_side
 from eigengrain.functional._inputs import check_features, output_dtype
 from eigengrain.functional.covariance import centre, covariance
 from eigengrain.functional.iterative import check_steps, newton_schulz
@@ -26,8 +26,7 @@ def _forward(xc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 @replayed
 def _forward_seb(xc: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     p = xc @ xc.mT
-    of = products.roots(p)
-    s, slope = qs_by_products(p)
+    of, (s, slope) = side_by_side(lambda: products.roots(p), lambda: qs_by_products(p), where=p)
     return of.y * ((1 + s)[:, None, None] * of.scale.sqrt()), *of, s, slope
 
 

@@ -13,6 +13,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from eigengrain.functional import _squaring
+from eigengrain.functional._inputs import in_transform
+
 Coefficients = tuple[tuple[float, float, float], ...]
 
 NEWTON_SCHULZ = (1.5, -0.5, 0.0)
@@ -203,19 +206,36 @@ _LARGEST_TRACE = 2.0**22
 #: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2²²/2²⁸] = [0, 1/32]
 _EXP_TERMS = 7
 
+#: where the squarings of each matrix are counted: they begin in [0, 2⁻¹⁰], where four terms do
+_LARGEST_START = 2.0**-10
+_MOST_SQUARINGS = 33
+
 
 def exp_minus_twice(p: Tensor) -> Tensor:
-    r""":math:`e^{-2P}` for positive semi-definite P (B, d, d) by scaling and a fixed number of squarings.
+    r""":math:`e^{-2P}` for positive semi-definite P (B, d, d) by scaling and squaring, without waiting for the device.
 
     The squarings work on :math:`E = e^{-2P} - I`, :math:`E \leftarrow 2E + E^2`, where squarings that a small P would not
     need cost no digits. NaN for a trace above 2²², where the series would not hold.
     """
-    size = trace(p)
-    y = p * (-2.0 * 0.5**_SQUARINGS)
-    e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
-    for _ in range(_SQUARINGS):
-        e = torch.baddbmm(e, e, e, beta=2.0)
-    return torch.where(size <= _LARGEST_TRACE, plus_identity(e, 1.0), torch.nan)
+    if p.is_cuda and not torch.compiler.is_compiling() and not in_transform(p) and _squaring.available(p.device):
+        e = _exp_counted(p)
+    else:
+        y = p * (-2.0 * 0.5**_SQUARINGS)
+        e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
+        for _ in range(_SQUARINGS):
+            e = torch.baddbmm(e, e, e, beta=2.0)
+    return torch.where(trace(p) <= _LARGEST_TRACE, plus_identity(e, 1.0), torch.nan)
+
+
+def _exp_counted(p: Tensor) -> Tensor:
+    """The same with as many squarings as the Frobenius norm, which is no less than the largest eigenvalue, asks for."""
+    norm = torch.linalg.matrix_norm(p).clamp(2.0**-40, _LARGEST_TRACE)
+    times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp(0, _MOST_SQUARINGS)
+    y = p * (-2.0 * torch.exp2(-times))[:, None, None]
+    y2 = torch.bmm(y, y)
+    # Y + Y²/2 + Y³/6 + Y⁴/24
+    e = torch.baddbmm(y + 0.5 * y2, y2, y2 + 4.0 * y, alpha=1 / 24)
+    return _squaring.square_often(symmetric(e), times.int(), _MOST_SQUARINGS)
 
 
 #: square roots of the logarithm: they bring a condition number of 1e6 at d = 256 to 1.36

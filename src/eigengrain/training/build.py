@@ -121,7 +121,9 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     )
     # a long average of few updates would still be made of first weights: the decay grows with the number of updates
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True) if config.ema is not None else None
-    net: nn.Module = MixedPrecision(model, config.amp, config.compile)
+    if config.cuda_graphs and (process.device.type != "cuda" or process.many):
+        raise ValueError("--cuda_graphs needs a CUDA device and one process: leave it out")
+    net: nn.Module = MixedPrecision(model, config.amp, config.compile, config.cuda_graphs)
     if process.many:
         net = DistributedDataParallel(net, device_ids=[process.device] if process.device.type == "cuda" else None)
     scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")

@@ -19,7 +19,7 @@ STRIDES = ("3x3", "1x1")
 #: options that may change between the parts of an interrupted run: none of them changes what is learned
 FREE_TO_CHANGE = (
     *("recipe", "data.root", "out", "resume", "dry_run"),
-    *("device", "workers", "log", "save_every", "check_images"),
+    *("device", "workers", "log", "save_every", "check_images", "cuda_graphs"),
 )
 
 
@@ -167,6 +167,8 @@ class Train:
         ema: decay of averaged weights, such as 0.999, which are then the ones that are evaluated and kept; null for none.
         channels_last: the memory layout that half precision likes.
         compile: compile the backbone with torch.compile.
+        cuda_graphs: record the kernels of the backbone at the first batch and launch them together from then on, which small
+            batches gain from; for one process without gradient accumulation. The results are the same to the bit.
         sync_bn: share batch statistics between processes.
         cache: device keeps all images, decoded, in the memory of the device; none reads files every epoch.
         check_images: open all files once before training starts, and list those that cannot be read.
@@ -197,6 +199,7 @@ class Train:
     ema: float | None = None
     channels_last: bool = False
     compile: bool = False
+    cuda_graphs: bool = False
     sync_bn: bool = False
     cache: str = "none"
     check_images: bool = True
@@ -231,6 +234,8 @@ class Train:
                 f"--save_every must be a multiple of --accumulate {self.accumulate}, got {self.save_every}: both count "
                 "batches"
             )
+        if self.cuda_graphs and self.accumulate > 1:
+            raise ValueError("--cuda_graphs does not go with --accumulate: a graph overwrites the gradients before it")
         if self.select == "best-val" and not self.data.val_fraction:
             raise ValueError("--select best-val needs validation images: set --data.val_fraction, such as 0.1")
         if self.early_stop is not None and self.select == "last" and not self.data.val_fraction:

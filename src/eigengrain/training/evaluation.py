@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from eigengrain.models import CovarianceNet
 from eigengrain.training.distributed import Process
+from eigengrain.training.graphs import recorded_features
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -21,19 +22,31 @@ class MixedPrecision(nn.Module):
         model: from create_model.
         amp: ``none``, ``bf16`` or ``fp16``.
         compile: whether the backbone is compiled.
+        cuda_graphs: whether the backbone is recorded, at its first batch of training, and then replayed.
     """
 
-    def __init__(self, model: CovarianceNet, amp: str = "none", compile: bool = False):
+    def __init__(self, model: CovarianceNet, amp: str = "none", compile: bool = False, cuda_graphs: bool = False):
         super().__init__()
         self.model = model
         self.dtype = AUTOCAST.get(amp)
+        self.cuda_graphs = cuda_graphs
         self._map: Callable[[Tensor], Tensor] = torch.compile(model.forward_features) if compile else model.forward_features
+        self._recorded: tuple[torch.Size, Callable[[Tensor], Tensor]] | None = None
 
     def features(self, images: Tensor) -> Tensor:
         """Images → feature map, in float32."""
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype is not None):
-            features = self._map(images)
+            features = self._map_for(images)(images)
         return features if self.dtype is None else features.float()
+
+    def _map_for(self, images: Tensor) -> Callable[[Tensor], Tensor]:
+        """The recorded backbone where it fits: a last, smaller batch runs as it is."""
+        if not (self.cuda_graphs and self.model.training):
+            return self._map
+        if self._recorded is None:
+            self._recorded = images.shape, recorded_features(self.model, images, self.dtype, self._map)
+        shape, recorded = self._recorded
+        return recorded if images.shape == shape else self._map
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model.forward_head(self.features(images))

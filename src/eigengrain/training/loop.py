@@ -42,7 +42,7 @@ from eigengrain.training.sources import Sources, check_readable, to_device
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
 #: on an accelerator, batches between two looks at the losses: each look makes the device wait
-LOOK_EVERY = 10
+LOOK_EVERY = 25
 
 #: called after each batch with epoch, batch (both from 0) and the loss of this process
 OnStep = Callable[[int, int, float], object]
@@ -114,7 +114,7 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
         if config.dry_run:
             dry_run(run)
             return None
-        with polite_signals() as wish:
+        with polite_signals() as wish, _fastest_kernels():
             return _train(run, wish, on_step)
 
 
@@ -248,6 +248,17 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
     if board is not None:
         board.close()
     return _finish(run, progress, out)
+
+
+@contextmanager
+def _fastest_kernels() -> Iterator[None]:
+    """All batches have one shape, so that a search for the fastest convolutions pays, unless they must be repeatable."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | None]:

@@ -15,6 +15,7 @@ from eigengrain.data import (
     open_dataset,
     split_validation,
 )
+from eigengrain.data.cache import Decoded
 from eigengrain.data.config import Transforms
 from eigengrain.models import CovarianceNet
 from eigengrain.training.config import Data, Train
@@ -32,11 +33,19 @@ class Batches(Protocol):
 
 
 class Sources(NamedTuple):
-    """The data sets of a run; ``val`` is a part of the training images that is never trained on."""
+    """The data sets of a run; ``val`` is a part of the training images that is never trained on.
+
+    Runs whose sources share ``decoded`` decode the images of ``--cache device`` once.
+    """
 
     train: ImageSet
     test: ImageSet
     val: ImageSet | None = None
+    decoded: Decoded | None = None
+
+    @property
+    def datasets(self) -> list[ImageSet]:
+        return [dataset for dataset in (self.train, self.test, self.val) if dataset is not None]
 
 
 class Loaders(NamedTuple):
@@ -67,7 +76,7 @@ def check_readable(sources: Sources, out: Path, workers: int, process: Process) 
     """
     said = ""
     if process.is_main:
-        files = [dataset for dataset in sources if dataset is not None and dataset.paths is not None]
+        files = [dataset for dataset in sources.datasets if dataset.paths is not None]
         problems = [problem for dataset in files for problem in find_unreadable(dataset, workers)]
         if problems:
             out.mkdir(parents=True, exist_ok=True)
@@ -118,7 +127,8 @@ def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process:
         }
         dataset.transform = build_transform(config.data.transforms, train, mean, std)
         if config.cache == "device":
-            return DeviceCache(dataset, config.batch_size, device=process.device, progress=process.is_main, **options)
+            options |= {"progress": process.is_main, "decoded": sources.decoded}
+            return DeviceCache(dataset, config.batch_size, device=process.device, **options)
         return make_loader(dataset, config.batch_size, pin_memory=process.device.type == "cuda", **options)
 
     val = loader(sources.val, train=False) if sources.val is not None else None

@@ -1,0 +1,38 @@
+"""The recorded backbone: its options, and on a CUDA device that training with it is training without it, to the bit."""
+
+import pytest
+import torch
+
+from eigengrain.models import create_model
+from eigengrain.training.config import Train
+from eigengrain.training.evaluation import MixedPrecision
+
+
+def test_it_does_not_go_with_accumulation():
+    with pytest.raises(ValueError, match="--cuda_graphs does not go with --accumulate"):
+        Train(cuda_graphs=True, accumulate=2)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("amp", ["none", "bf16"])
+def test_training_with_it_is_training_without_it(amp):
+    images = torch.randn(7, 3, 64, 64, device="cuda", generator=torch.Generator("cuda").manual_seed(0))
+    labels = torch.arange(7, device="cuda") % 3
+    ends = []
+    for recorded in (False, True):
+        torch.manual_seed(0)
+        model = create_model("resnet18", head="mpncov+seb", num_classes=3, reduce=8, last_stride=1).cuda()
+        net = MixedPrecision(model, amp, cuda_graphs=recorded)
+        optimiser = torch.optim.SGD(model.parameters(), 1e-3, momentum=0.9)
+        for size in (7, 7, 5, 7):  # 5 has not been recorded
+            torch.nn.functional.cross_entropy(net(images[:size]), labels[:size]).backward()
+            optimiser.step()
+            optimiser.zero_grad(set_to_none=True)
+        model.eval()
+        assert net(images).isfinite().all()
+        ends.append(model.state_dict())
+    plain, recorded_state = ends
+    for name, value in plain.items():
+        assert torch.allclose(recorded_state[name], value, rtol=1e-5, atol=1e-6), name
+        if "num_batches" in name:
+            assert value == 4
