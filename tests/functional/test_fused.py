@@ -316,3 +316,26 @@ def test_n_minus_one_positions_are_what_the_rank_is():
     q = sqrt_covariance(x)
     assert torch.linalg.matrix_rank(q) == 3
     assert math.isclose(float(torch.linalg.matrix_norm(q, 2)), 1, rel_tol=1e-12)
+
+
+@pytest.mark.parametrize("solver", ["eigh", "gram", "svd"])
+@pytest.mark.parametrize("subset", ["top:2", "top:3", "top:1+last:5", "last:6"])
+def test_a_projector_at_short_rank_has_one_gradient_on_every_route(subset, solver):
+    """Against differences of sqrt(Π P Π) with Π held, which is what the word means."""
+    x = torch.randn(1, 8, 5, dtype=F64, generator=generator(3))
+    g = torch.randn(1, 8, 8, dtype=F64, generator=generator(4))
+    vectors = torch.linalg.eigh(covariance(x)).eigenvectors.flip(-1)
+    kept = vectors * EigenSubset.parse(subset).mask(8)
+    projector = kept @ kept.mT
+
+    def held(y):
+        values, u = torch.linalg.eigh(projector @ covariance(y) @ projector)
+        root = torch.where(values > 1e-12, values, 0.0).sqrt()  # the rest is rounding, and its root would be 1e-8
+        return ((u * root.unsqueeze(-2)) @ u.mT * g).sum()
+
+    y = x.clone().requires_grad_()
+    (dy,) = torch.autograd.grad(sqrt_covariance(y, subset=subset, cut="projector", solver=solver), y, g)
+    # along a step inside the span of the features: out of it the root of a singular matrix has a kink
+    step = x @ torch.randn(1, 5, 5, dtype=F64, generator=generator(6))
+    slope = (held(x + 1e-6 * step) - held(x - 1e-6 * step)) / 2e-6
+    assert (dy * step).sum() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8)

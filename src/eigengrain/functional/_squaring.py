@@ -6,7 +6,6 @@ often as the largest norm could need. Here all launches are made, and a matrix t
 
 import functools
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ _TILE, _DEPTH = 64, 32
 
 
 @functools.cache
-def _kernel() -> Callable[..., Any]:
+def _kernel() -> Any:
     """The kernel; ImportError where there is no Triton."""
     import triton
     import triton.language as tl

@@ -154,7 +154,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, token: Tensor, u: Tensor, sigma: Tensor, vt: Tensor, keep: Tensor, cut: str, seb: bool
+        x: Tensor, token: Tensor, u: Tensor, sigma: Tensor, vt: Tensor, keep: Tensor, cut: str, seb: bool, thin_cut: bool
     ) -> Tensor:
         with full_precision(u):
             scaled = sigma * keep.to(sigma.dtype)
@@ -164,22 +164,25 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        x, token, u, sigma, vt, keep, cut, seb = inputs
+        x, token, u, sigma, vt, keep, cut, seb, thin_cut = inputs
         ctx.save_for_backward(token, u, sigma, vt, keep)
-        ctx.options = (cut, seb, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
+        ctx.options = (cut, seb, thin_cut, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        cut, seb, shape, dtype, device = ctx.options
+        cut, seb, thin_cut, shape, dtype, device = ctx.options
         token, *factors, keep = ctx.saved_tensors
         with torch.no_grad(), full_precision(factors[0]):
-            dx = _gradient(grad, _Factors(*factors), keep, cut, seb)
+            dx = _gradient(grad, _Factors(*factors), keep, cut, seb, thin_cut)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
-        return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None
+        return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None, None
 
 
-def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool) -> Tensor:
-    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``."""
+def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool, thin_cut: bool) -> Tensor:
+    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``.
+
+    ``thin_cut`` says that the directions outside a thin U are dropped, and held still.
+    """
     u, sigma, vt = factors
     gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
     c = u.mT @ gu  # (B, r, r)
@@ -188,7 +191,7 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
     inner = c * _ratios(sigma, keep, cut)
     scale = torch.full_like(sigma[..., :1], 2.0)
     if keep.dtype == torch.bool:
-        gu = gu * keep
+        gu = (u @ c if thin_cut else gu) * keep
     if seb:
         s, slope = qs_and_slope(sigma.square())
         scale = scale * (1 + s).unsqueeze(-1)
@@ -314,7 +317,8 @@ def sqrt_covariance(
         u, sigma, vt = _FACTORS[solver](xc)
     mask = chosen.mask(d, xc.device)[: sigma.shape[-1]]  # what lies beyond r is null and contributes nothing
     keep = mask.to(xc.dtype) if chosen.covers(d) else mask
-    q: Tensor = _Root.apply(x, graph_token(x), u, sigma, vt, keep, cut, seb)
+    thin_cut = cut == "projector" and not chosen.keeps(mask.shape[-1], d)
+    q: Tensor = _Root.apply(x, graph_token(x), u, sigma, vt, keep, cut, seb, thin_cut)
     q = q.to(x.device, output_dtype(x))
     if not return_eigenvalues:
         return q

@@ -117,6 +117,10 @@ class EigenSubset:
         low, high = {"all": (0, d), "top": (0, self.k), "last": (d - self.k, d)}[self.kind]
         return (rank >= low) & (rank < high)
 
+    def keeps(self, rank: int, d: int) -> bool:
+        """Whether the eigenvalue of this rank, from 0, is one of the kept; True beyond the last one."""
+        return rank >= d or rank in self._members(d)
+
     def covers(self, d: int) -> bool:
         """Whether all d eigenvalues are kept."""
         return self.kind == "all" or len(self._members(d)) == d
