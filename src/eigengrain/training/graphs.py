@@ -4,6 +4,7 @@ A ResNet-50 in half precision has so many short kernels that a step of 20 images
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,12 +40,15 @@ def recorded_features(
         dtype: of autocast, or None.
         features: what is recorded if not ``model.forward_features`` itself, such as the same compiled.
     """
+    # the recording keeps the nodes that accumulate gradients alive, which torch would warn of in every run
+    if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
+        torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
     part = _FeatureMap(model.backbone, features or model.forward_features)
     before = [buffer.clone() for buffer in part.buffers()]
     generator = torch.cuda.get_rng_state(images.device)
     # casts of the weights must be in the recording, not in a cache that the first pass fills
     with torch.autocast("cuda", dtype, enabled=dtype is not None, cache_enabled=False):
-        recorded: Callable[[Tensor], Tensor] = torch.cuda.make_graphed_callables(part, (images,), num_warmup_iters=_WARMUP)
+        recorded: Any = torch.cuda.make_graphed_callables(part, (images,), num_warmup_iters=_WARMUP)
     with torch.no_grad():
         for buffer, value in zip(part.buffers(), before, strict=True):
             buffer.copy_(value)

@@ -1,0 +1,59 @@
+"""Fair comparison of heads: each at its own best classifier rate, found on validation images, then tested once.
+
+A covariance head scales its vector in its own way, which moves the rate at which its classifier learns best. One rate for
+all compares rates as much as heads.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from eigengrain.studies.jobs import Job, Record
+from eigengrain.training.config import Train
+
+#: share of the training images that the choice of a rate is made on
+VALIDATION = 0.1
+
+
+def with_head(base: Train, head: str, rate: float | None = None, **options: object) -> Train:
+    """The same training with another head, and another rate of its classifier if one is given."""
+    scale = base.optimiser.classifier_lr_scale if rate is None else rate
+    return replace(
+        base,
+        model=replace(base.model, head=head, head_options={**base.model.head_options, **options}),
+        optimiser=replace(base.optimiser, classifier_lr_scale=float(scale)),
+    )
+
+
+def job_name(config: Train, suffix: str = "") -> str:
+    """What tells the runs of a comparison apart.
+
+    Example:
+        >>> job_name(Train(epochs=15, seed=1))
+        'resnet50-mpncov+seb-x1-e15-all-s1'
+    """
+    model = config.model
+    part = "val" if config.data.val_fraction else "all"
+    options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
+    rate = f"x{config.optimiser.classifier_lr_scale:g}"
+    return f"{model.backbone.split('.')[0]}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"
+
+
+def rate_jobs(config: Train, rates: Sequence[float]) -> list[Job]:
+    """A run at each rate without the validation images, of the config's own seed."""
+    held_out = replace(config, data=replace(config.data, val_fraction=VALIDATION))
+    tried = [replace(held_out, optimiser=replace(config.optimiser, classifier_lr_scale=float(rate))) for rate in rates]
+    return [Job(job_name(run), run) for run in tried]
+
+
+def best_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | None:
+    """The rate with the best validation accuracy in the last epoch, the lower one of equals; None until all are known."""
+    if any(job.name not in records for job in jobs):
+        return None
+    best = max(jobs, key=lambda job: (records[job.name]["scores"]["val_top1"], -job.config.optimiser.classifier_lr_scale))
+    return best.config.optimiser.classifier_lr_scale
+
+
+def final_jobs(config: Train, rate: float, seeds: Sequence[int], analyses: tuple[str, ...] = ()) -> list[Job]:
+    """Runs on all training images at one rate; the analyses are made on the first seed's network."""
+    runs = [replace(with_head(config, config.model.head, rate), seed=seed) for seed in seeds]
+    return [Job(job_name(run), run, analyses if run.seed == seeds[0] else ()) for run in runs]

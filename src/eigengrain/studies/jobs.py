@@ -1,0 +1,183 @@
+"""The training runs of a study: planned as jobs, each ending in one small record, skipped where the record is there.
+
+A record holds everything that tables and figures need, so a study can be continued on another machine from its records
+alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, which may be thrown away).
+"""
+
+import csv
+import json
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from eigengrain.data.cache import Decoded
+from eigengrain.models import CovarianceNet, from_pretrained
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.studies.analyses import ANALYSES
+from eigengrain.training.checkpoint import BEST, LAST, write_atomically
+from eigengrain.training.config import Train, differences, to_mapping
+from eigengrain.training.distributed import Process
+from eigengrain.training.loop import train
+from eigengrain.training.sources import Sources, make_loaders, open_sources
+
+Record = dict[str, Any]
+
+#: options that say where things are on this machine
+_PLACES = {("data", "root"), ("model", "weights")}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run and what is measured on the network that it ends with.
+
+    Args:
+        name: of its record; letters, digits, '.', '_', '+' and '-'.
+        config: of the training; where it writes is decided by :func:`run_jobs`.
+        analyses: names of :data:`eigengrain.studies.analyses.ANALYSES`.
+    """
+
+    name: str
+    config: Train
+    analyses: tuple[str, ...] = ()
+
+
+def described(config: Train) -> dict[str, Any]:
+    """The options of a run without the places of this machine: what makes two runs the same."""
+    values = json.loads(json.dumps(to_mapping(config)))
+    for part, key in _PLACES:
+        if values[part][key] is not None:
+            values[part][key] = Path(values[part][key]).name if key == "weights" else None
+    return {key: value for key, value in values.items() if key not in ("out", "resume", "dry_run")}
+
+
+def read_record(folder: Path, job: Job) -> Record | None:
+    """What is known of a job, or None.
+
+    Raises:
+        ValueError: if the record is of a run with other options, or no record at all.
+    """
+    path = folder / "records" / f"{job.name}.json"
+    if not path.is_file():
+        return None
+    try:
+        record: Record = json.loads(path.read_text(encoding="utf-8"))
+        changed = differences(record["config"], described(job.config))
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
+    if changed:
+        raise ValueError(
+            f"{path} is of a run with other options ({', '.join(changed[:5])}): remove it to run again, or choose another --out"
+        )
+    return record
+
+
+def run_jobs(
+    jobs: Sequence[Job],
+    folder: Path,
+    *,
+    seconds: float | None = None,
+    keep_models: bool = True,
+    each: Callable[[Job, Record], object] = lambda job, record: None,
+) -> dict[str, Record]:
+    """Run the jobs that have no record yet, in order, and return the records of all that have one then.
+
+    A job that was interrupted goes on from its checkpoint. Images that a cache on the device holds are decoded once.
+
+    Args:
+        jobs: with names of their own.
+        folder: for ``records`` and ``runs``.
+        seconds: no job is begun that would, as long as the longest before it, end after this time; None for no limit.
+        keep_models: whether the folder of a finished run keeps its model.
+        each: called with a job and its new record.
+
+    Raises:
+        ValueError: for options that do not fit, or a record of another run.
+    """
+    if len({job.name for job in jobs}) < len(jobs):
+        raise ValueError("two jobs of the study have the same name")
+    start, longest = time.perf_counter(), 0.0
+    decoded: Decoded = {}
+    known = {job.name: read_record(folder, job) for job in jobs}
+    todo = [job for job in jobs if _missing(job, known[job.name])]
+    console = Console(stderr=True)
+    for number, job in enumerate(todo, 1):
+        begun = time.perf_counter()
+        if seconds is not None and begun - start + longest > seconds:
+            console.print(f"stopped for lack of time with {len(todo) - number + 1} runs left: the same command goes on")
+            break
+        console.rule(f"run {number} of {len(todo)}: {job.name}")
+        record = run_job(job, folder, known[job.name], decoded)
+        known[job.name] = record
+        longest = max(longest, time.perf_counter() - begun)
+        if not keep_models:
+            shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
+        each(job, record)
+    return {name: record for name, record in known.items() if record is not None}
+
+
+def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decoded | None = None) -> Record:
+    """Train as far as it is needed, analyse, and write the record.
+
+    Args:
+        job: what to do.
+        folder: for ``records`` and ``runs``.
+        known: its record, if only analyses are missing.
+        decoded: images on the device, shared by the jobs.
+    """
+    out = folder / "runs" / job.name
+    config = replace(job.config, out=str(out), resume=True)
+    sources = open_sources(config.data, config.seed)._replace(decoded=decoded)
+    if known is None or not (out / "model").is_dir():
+        begun = time.perf_counter()
+        torch.compiler.reset()  # another network of the same class: after eight of them it would be compiled no more
+        result = train(config, sources)
+        assert result is not None
+        seconds = time.perf_counter() - begun
+        for checkpoint in (LAST, BEST):
+            (out / checkpoint).unlink(missing_ok=True)
+        record: Record = {
+            "name": job.name,
+            "config": described(job.config),
+            "select": result.select,
+            "epoch": result.epoch,
+            "scores": result.scores,
+            "seconds": round(seconds, 1),
+            "epochs": _epochs(out / "summary.csv"),
+            "environment": describe(pick_device(config.device)),
+            "analyses": {},
+        }
+    else:
+        record = known
+    missing = [name for name in job.analyses if name not in record["analyses"]]
+    if missing:
+        model, batches = _trained(config, sources, out / "model")
+        for name in missing:
+            record["analyses"][name] = ANALYSES[name](model, batches, config.amp)
+    (folder / "records").mkdir(parents=True, exist_ok=True)
+    text = json.dumps(record, indent=1) + "\n"
+    write_atomically(folder / "records" / f"{job.name}.json", lambda file: file.write(text.encode()))
+    return record
+
+
+def _missing(job: Job, record: Record | None) -> bool:
+    return record is None or any(name not in record["analyses"] for name in job.analyses)
+
+
+def _trained(config: Train, sources: Sources, folder: Path) -> tuple[CovarianceNet, Any]:
+    """The network of a finished run where it was trained, and the batches of its test images."""
+    device = pick_device(config.device)
+    model = from_pretrained(str(folder)).to(device)
+    if config.channels_last:
+        model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    return model.eval(), make_loaders(sources, model, config, Process(device)).test
+
+
+def _epochs(path: Path) -> list[dict[str, float]]:
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]

@@ -1,0 +1,110 @@
+"""Jobs of a study: done once, continued where they stopped, with analyses that see what was trained."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eigengrain.studies import jobs
+from eigengrain.studies.comparison import best_rate, final_jobs, job_name, rate_jobs
+from eigengrain.studies.jobs import Job, run_jobs
+from training.small_run import colours, small
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    def sources(data, seed):
+        return colours(val=6 if data.val_fraction else 0)
+
+    monkeypatch.setattr(jobs, "open_sources", sources)
+
+
+@pytest.fixture
+def trained(monkeypatch):
+    """Names of the runs that were really trained."""
+    names, real = [], jobs.train
+
+    def train(config, sources):
+        names.append(config.out.rsplit("/", 1)[-1])
+        return real(config, sources)
+
+    monkeypatch.setattr(jobs, "train", train)
+    return names
+
+
+def two(epochs=1):
+    config = small("unused", epochs=epochs)
+    return [Job(f"seed{seed}", replace(config, seed=seed), ("spectrum", "subset-accuracy")) for seed in (0, 1)]
+
+
+def test_each_job_is_done_once(drawn, trained, tmp_path):
+    first = run_jobs(two(), tmp_path)
+    assert trained == ["seed0", "seed1"]
+    assert run_jobs(two(), tmp_path) == first
+    assert trained == ["seed0", "seed1"]
+    (tmp_path / "records" / "seed1.json").unlink()
+    again = run_jobs(two(), tmp_path)
+    assert again["seed1"]["analyses"] == first["seed1"]["analyses"]
+
+
+def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_path):
+    record = run_jobs(two(epochs=2)[:1], tmp_path)["seed0"]
+    text = (tmp_path / "records" / "seed0.json").read_text()
+    assert json.loads(text) == record
+    assert str(tmp_path) not in text
+    assert len(record["epochs"]) == 2
+    assert record["epochs"][-1]["test_top1"] == pytest.approx(record["scores"]["test_top1"], abs=1e-4)
+    assert record["analyses"]["subset-accuracy"]["all"]["top1"] == pytest.approx(record["scores"]["test_top1"])
+    spectrum = record["analyses"]["spectrum"]
+    assert (spectrum["images"], spectrum["channels"]) == (10, 3)
+    assert sum(spectrum["histogram"]) == 30
+    assert spectrum["log10_condition"] == sorted(spectrum["log10_condition"])
+
+
+def test_an_interrupted_study_goes_on(drawn, trained, tmp_path, monkeypatch):
+    real = jobs.train
+
+    def stopped(config, sources):
+        if config.out.endswith("seed1"):
+            raise KeyboardInterrupt
+        return real(config, sources)
+
+    monkeypatch.setattr(jobs, "train", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(two(), tmp_path)
+    monkeypatch.setattr(jobs, "train", real)
+    assert set(run_jobs(two(), tmp_path)) == {"seed0", "seed1"}
+    assert trained == ["seed0", "seed1"]
+
+
+def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
+    run_jobs(two()[:1], tmp_path)
+    with pytest.raises(ValueError, match=r"seed0.json is of a run with other options \(epochs\)"):
+        run_jobs(two(epochs=2)[:1], tmp_path)
+    (tmp_path / "records" / "seed0.json").write_text("{}")
+    with pytest.raises(ValueError, match="is not a record of a run"):
+        run_jobs(two()[:1], tmp_path)
+
+
+def test_no_job_begins_that_would_end_too_late(drawn, trained, tmp_path):
+    assert set(run_jobs(two(), tmp_path, seconds=1e-3)) == {"seed0"}  # how long one takes is not known before the first
+
+
+def test_the_rate_with_the_best_validation_accuracy_is_trained_on_everything(drawn, tmp_path):
+    config = small("unused", epochs=1)
+    tried = rate_jobs(config, (1, 5))
+    assert [job.config.data.val_fraction for job in tried] == [0.1, 0.1]
+    assert best_rate(tried, {}) is None
+    scores = {tried[0].name: 50.0, tried[1].name: 60.0}
+    records = {name: {"scores": {"val_top1": score}} for name, score in scores.items()}
+    rate = best_rate(tried, records)
+    assert rate == 5
+    records[tried[0].name]["scores"]["val_top1"] = 60.0
+    assert best_rate(tried, records) == 1
+    last = final_jobs(config, rate, seeds=(0, 1), analyses=("spectrum",))
+    assert [(job.config.seed, job.analyses) for job in last] == [(0, ("spectrum",)), (1, ())]
+    assert all(not job.config.data.val_fraction and job.config.optimiser.classifier_lr_scale == 5 for job in last)
+    names = [job_name(job.config) for job in (*tried, *last)]
+    assert len(set(names)) == 4
+    record = run_jobs(tried[:1], tmp_path)[tried[0].name]
+    assert 0 <= record["scores"]["val_top1"] <= 100
