@@ -1,17 +1,18 @@
-"""What studies measure on a trained network: spectra of its covariances, accuracy with parts of them."""
+"""What studies measure on a trained network: spectra of its covariances, accuracy and maps with parts of them."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from eigengrain.data import ImageSet
 from eigengrain.functional import covariance, eigh
 from eigengrain.functional.scaling import qs_and_slope
 from eigengrain.models import CovarianceNet
+from eigengrain.training.config import Train
 from eigengrain.training.evaluation import MixedPrecision, evaluate
-
-Batches = Iterable[tuple[Tensor, Tensor]]
 
 #: of the distributions over images that records keep
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -19,19 +20,32 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 EDGES = [-12 + 0.25 * k for k in range(65)]
 
 
+#: at least so many test images, evenly spaced, for what costs several passes a picture
+SURVEYED = 2000
+
+
+@dataclass(frozen=True)
+class Trained:
+    """A finished run: the network in evaluation mode, the test images, their batches, and the options."""
+
+    model: CovarianceNet
+    images: ImageSet
+    batches: Iterable[tuple[Tensor, Tensor]]
+    config: Train
+
+
 @torch.inference_mode()
-def spectrum(model: CovarianceNet, batches: Batches, amp: str = "none") -> dict[str, Any]:
+def spectrum(trained: Trained) -> dict[str, Any]:
     """Eigenvalues of the covariance of every image: quantiles of what they say, their mean logarithms, a histogram.
 
     Eigenvalues below d·eps·λ_1 are rounding and read as that.
     """
-    net, model = MixedPrecision(model, amp), model.eval()
-    device = next(model.parameters()).device
+    model = trained.model
+    net, device = MixedPrecision(model, trained.config.amp), next(model.parameters()).device
+    layout = torch.channels_last if trained.config.channels_last else torch.contiguous_format
     spectra: list[Tensor] = []
-    for images, _ in batches:
-        layout = torch.channels_last if amp != "none" else torch.contiguous_format
-        features = net.features(images.to(device, memory_format=layout))
-        reduced = model.head.reduce(features) if hasattr(model.head, "reduce") else features
+    for images, _ in trained.batches:
+        reduced = model.head.reduce(net.features(images.to(device, memory_format=layout)))
         spectra.append(eigh(covariance(reduced, dtype=torch.float64)).values.cpu())
     values = torch.cat(spectra)
     d = values.shape[-1]
@@ -71,19 +85,39 @@ def subsets_of(d: int) -> list[str]:
     return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *(f"top:{k}" for k in top)]
 
 
-def subset_accuracy(model: CovarianceNet, batches: Batches, amp: str = "none") -> dict[str, Any]:
+def subset_accuracy(trained: Trained) -> dict[str, Any]:
     """Accuracy with parts of the spectrum, in inference only (Table 2)."""
-    names = subsets_of(model.head.channels)
-    scores = evaluate(model, batches, subsets=names, amp=amp, channels_last=amp != "none")
+    names, config = subsets_of(trained.model.head.channels), trained.config
+    scores = evaluate(trained.model, trained.batches, subsets=names, amp=config.amp, channels_last=config.channels_last)
     return {score.subset: {"top1": score.top1, "top5": score.top5, "loss": score.loss} for score in scores}
+
+
+def similarity(trained: Trained) -> dict[str, Any]:
+    """Maps of the large and of the small eigenvalues beside those of all (Table 1), for both readings of a cut."""
+    from eigengrain.explain.survey import image_batches, survey  # needs captum
+
+    _, large, _, small, *_ = subsets_of(trained.model.head.channels)
+    every = max(len(trained.images) // SURVEYED, 1)
+    images = trained.images.subset(range(0, len(trained.images), every))
+    rows: list[dict[str, Any]] = []
+    for cut in ("exact", "projector"):
+        result = survey(
+            trained.model,
+            image_batches(images, trained.config.batch_size, workers=trained.config.workers),
+            ("all", large, small),
+            cut=cut,
+            collapse=("abs-max", "signed-sum"),
+        )
+        rows += [{key: None if value != value else value for key, value in asdict(row).items()} for row in result.table]
+    return {"images": len(images), "target": "label", "rows": rows}
 
 
 def _quantiles(values: Tensor) -> list[float]:
     return [float(f"{v:.6g}") for v in values.quantile(torch.tensor(QUANTILES, dtype=values.dtype)).tolist()]
 
 
-#: name → function of a trained network, its test images in batches, and the precision of its backbone
-ANALYSES: dict[str, Callable[[CovarianceNet, Batches, str], dict[str, Any]]] = {
+ANALYSES: dict[str, Callable[[Trained], dict[str, Any]]] = {
     "spectrum": spectrum,
     "subset-accuracy": subset_accuracy,
+    "similarity": similarity,
 }

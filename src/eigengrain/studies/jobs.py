@@ -17,9 +17,9 @@ import torch
 from rich.console import Console
 
 from eigengrain.data.cache import Decoded
-from eigengrain.models import CovarianceNet, from_pretrained
+from eigengrain.models import from_pretrained
 from eigengrain.runtime.environment import describe, pick_device
-from eigengrain.studies.analyses import ANALYSES
+from eigengrain.studies.analyses import ANALYSES, Trained
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import Process
@@ -156,9 +156,9 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
         record = known
     missing = [name for name in job.analyses if name not in record["analyses"]]
     if missing:
-        model, batches = _trained(config, sources, out / "model")
+        trained = _trained(config, sources, out / "model")
         for name in missing:
-            record["analyses"][name] = ANALYSES[name](model, batches, config.amp)
+            record["analyses"][name] = ANALYSES[name](trained)
     (folder / "records").mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1) + "\n"
     write_atomically(folder / "records" / f"{job.name}.json", lambda file: file.write(text.encode()))
@@ -169,13 +169,14 @@ def _missing(job: Job, record: Record | None) -> bool:
     return record is None or any(name not in record["analyses"] for name in job.analyses)
 
 
-def _trained(config: Train, sources: Sources, folder: Path) -> tuple[CovarianceNet, Any]:
-    """The network of a finished run where it was trained, and the batches of its test images."""
+def _trained(config: Train, sources: Sources, folder: Path) -> Trained:
+    """The network of a finished run where it was trained, and its test images."""
     device = pick_device(config.device)
     model = from_pretrained(str(folder)).to(device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    return model.eval(), make_loaders(sources, model, config, Process(device)).test
+    loaders = make_loaders(sources, model, config, Process(device))
+    return Trained(model.eval(), sources.test, loaders.test, config)
 
 
 def _epochs(path: Path) -> list[dict[str, float]]:

@@ -1,0 +1,94 @@
+"""What explaining costs: saliency of several subsets and rules beside the passes of the backbone, and a perturbation."""
+
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+from rich.console import Console
+from torch import Tensor
+
+from eigengrain.bench.explain_config import ExplainBench
+from eigengrain.bench.functional import Row, in_turn, synchronise
+from eigengrain.explain import EigenPerturbation, attribute_rules
+from eigengrain.models import CovarianceNet, create_model
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
+
+
+def backbone_passes(model: CovarianceNet, images: Tensor, backwards: int) -> None:
+    """One forward pass of the backbone and so many backward passes to the image, with nothing of the head."""
+    with torch.enable_grad():
+        x = images.detach().requires_grad_()
+        features = model.forward_features(x)
+        grad = torch.ones_like(features)
+        for left in range(backwards - 1, -1, -1):
+            torch.autograd.grad(features, x, grad, retain_graph=left > 0)
+
+
+def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance: Callable[[str], None]) -> Row:
+    """Seconds of the maps and of the passes that they cannot do without, in turn, and of a perturbation."""
+    passes = len(config.subsets) * len(config.rules)
+    target = torch.zeros(len(images), dtype=torch.int64, device=images.device)
+    works: dict[str, Callable[[], None]] = {
+        "saliency": lambda: attribute_rules(model, images, config.subsets, config.rules, target=target) and None,
+        "backbone": lambda: backbone_passes(model, images, passes),
+    }
+
+    def timed(work: Callable[[], None]) -> Callable[[], float]:
+        def run() -> float:
+            synchronise(images.device)
+            start = time.perf_counter()
+            work()
+            synchronise(images.device)
+            return time.perf_counter() - start
+
+        return run
+
+    times = in_turn(
+        {name: timed(work) for name, work in works.items()}, repeats=config.repeats, warmup=2, advance=advance
+    )
+    saliency, backbone = median(times["saliency"]), median(times["backbone"])
+    row: Row = {
+        "backbone": config.backbone,
+        "head": config.head,
+        "batch": len(images),
+        "img_size": config.img_size,
+        "subsets": " ".join(config.subsets),
+        "rules": " ".join(config.rules),
+        "saliency_seconds": round(saliency, 5),
+        "one_forward_and_backward_passes": passes,
+        "passes_seconds": round(backbone, 5),
+        "ratio": round(saliency / backbone, 4),
+    }
+    if config.perturbation_steps:
+        perturbation = EigenPerturbation(model, bounds=False)
+        split = model.head.channels - max(model.head.channels // 5, 1)
+        work = timed(
+            lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False) and None
+        )
+        row |= {"perturbation_steps": config.perturbation_steps, "perturbation_seconds": round(work(), 3)}
+        advance("perturbation")
+    return row
+
+
+def run(config: ExplainBench) -> None:
+    """``eigengrain bench explain``."""
+    device = pick_device(config.device)
+    path = writable(config.out or f"benchmarks/explain-{device.type}.csv")
+    torch.manual_seed(config.seed)
+    model = create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride).to(device).eval()
+    images = torch.randn(config.batch, 3, config.img_size, config.img_size, device=device)
+    with progress_bar(Console(stderr=True)) as progress:
+        task = progress.add_task("measuring", total=2 * (config.repeats + 2) + bool(config.perturbation_steps))
+        row = measure(config, model, images, lambda name: progress.update(task, advance=1, description=name))
+    write_csv(path, [{**row, **describe(device)}])
+    console = Console()
+    console.print(
+        f"{row['batch']} images, {len(config.subsets)} subsets × {len(config.rules)} rules: {row['saliency_seconds']} s, "
+        f"{row['ratio']} times one forward and {row['one_forward_and_backward_passes']} backward passes of the backbone"
+    )
+    if config.perturbation_steps:
+        console.print(f"{config.perturbation_steps} steps of perturbation: {row['perturbation_seconds']} s")
+    console.print(f"written to {path}", soft_wrap=True)
