@@ -2,6 +2,7 @@
 
 import csv
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -139,6 +140,68 @@ def test_a_single_size_is_drawn_too(tmp_path, monkeypatch):
     assert (tmp_path / "a.png").exists()
     with pytest.raises(ValueError, match="use smaller sizes"):
         draw_growth([], "a device", tmp_path / "b.png")
+
+
+# --- drawn again from a file -------------------------------------------------------------------------------------
+
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "growth-h200.csv"
+
+
+@pytest.fixture
+def no_measurement(monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing may be measured")
+
+    monkeypatch.setattr(growth, "measure", refuse)
+
+
+def test_the_chart_is_drawn_from_a_file_of_another_machine(tmp_path, capsys, monkeypatch, no_measurement):
+    from eigengrain.bench import chart
+
+    seen = []
+    draw = chart.draw_growth
+    monkeypatch.setattr(chart, "draw_growth", lambda rows, *rest: seen.append((rows, *rest)) or draw(rows, *rest))
+    copy = tmp_path / "growth.csv"
+    copy.write_bytes(COMMITTED.read_bytes())
+    growth.run(GrowthBench(out=str(copy), redraw=True, device="cpu"))
+    assert copy.read_bytes() == COMMITTED.read_bytes()
+    assert copy.with_suffix(".png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    ((rows, device, picture),) = seen
+    assert (device, picture) == ("NVIDIA H200", copy.with_suffix(".png"))
+    with COMMITTED.open(newline="") as file:
+        written = list(csv.DictReader(file))
+    assert [(r["sweep"], r["method"], r["batch"], r["channels"], r["forward_backward_ms"]) for r in rows] == [
+        (r["sweep"], r["method"], int(r["batch"]), int(r["channels"]), float(r["forward_backward_ms"])) for r in written
+    ]
+    assert "512 × 256 × 784" in capsys.readouterr().out
+
+
+def test_what_is_measured_is_read_back(tmp_path):
+    out = tmp_path / "growth.csv"
+    growth.run(GrowthBench(**TINY | {"methods": ["auto", "mpa_sqrt"], "out": str(out)}))
+    first = out.with_suffix(".png").read_bytes()
+    out.with_suffix(".png").unlink()
+    growth.run(GrowthBench(out=str(out), redraw=True))
+    assert out.with_suffix(".png").read_bytes() == first
+
+
+def test_files_that_cannot_be_drawn_are_named(tmp_path, no_measurement):
+    def said(text: str | None) -> str:
+        file = tmp_path / "a.csv"
+        file.unlink(missing_ok=True)
+        if text is not None:
+            file.write_text(text)
+        with pytest.raises(ValueError) as error:
+            growth.run(GrowthBench(out=str(file), redraw=True))
+        assert [path.name for path in tmp_path.iterdir()] in ([], ["a.csv"])  # no chart
+        return str(error.value)
+
+    assert "cannot read" in said(None)
+    assert "without sweep, batch" in said("")
+    head = "sweep,batch,channels,positions,method,solver,forward_ms,forward_backward_ms"
+    assert said(f"{head}\nbatch,1,2,3,eigh,eigh,4,5\n").endswith("without device_name: name another file with --out")
+    assert "cannot be read" in said(f"{head},device_name\nbatch,one,2,3,eigh,eigh,4,5,a GPU\n")
+    assert "cannot be read" in said(f"{head},device_name\nbatch,1,2,3,eigh,eigh,4,5,a GPU\nbatch,1\n")
 
 
 # --- what auto takes ---------------------------------------------------------------------------------------------

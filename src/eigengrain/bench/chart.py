@@ -9,7 +9,7 @@ import matplotlib
 matplotlib.use("Agg")  # draws to files, also where there is no screen
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter, NullLocator
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator
 
 from eigengrain.bench.functional import Row, by_time, short
 from eigengrain.bench.heads import label
@@ -128,9 +128,27 @@ def _growth_panel(axes: Axes, rows: Sequence[Row], sweep: str, power: int, style
         text = "∝ B" if power == 1 else f"∝ d$^{power}$"
         axes.annotate(text, list(guide.items())[1], (4, -9), textcoords="offset points", color="#666666")
     axes.set_xticks(sizes, [str(size) for size in sizes])
+    axes.set_xlim(sizes[0] / 1.25, sizes[-1] * 1.25)  # the last label stays inside the picture
     axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5), numticks=20))
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(_PLAIN)
+    axes.tick_params(labelleft=True)  # on both panels, which share their axis
     _clean(axes, "both")
+
+
+def _fixed_sizes(rows: Sequence[Row], sweep: str) -> str:
+    """What does not grow in a panel, and the positions where they had to.
+
+    Example:
+        >>> _fixed_sizes([{"batch": 32, "channels": d, "positions": n} for d, n in ((512, 784), (1024, 1089))], "channels")
+        'B = 32, N = 784 (1089 at d = 1024)'
+    """
+    first = rows[0]
+    fixed = f"d = {first['channels']}" if sweep == "batch" else f"B = {first['batch']}"
+    larger = {row["channels"]: row["positions"] for row in rows if row["positions"] != first["positions"]}
+    more = ", ".join(f"{positions} at d = {channels}" for channels, positions in larger.items())
+    return f"{fixed}, N = {first['positions']}" + (f" ({more})" if more else "")
 
 
 def draw_growth(rows: Sequence[Row], device: str, path: Path) -> None:
@@ -148,15 +166,16 @@ def draw_growth(rows: Sequence[Row], device: str, path: Path) -> None:
         raise ValueError("no size has a time to draw: all of them ran out of memory, use smaller sizes")
     with matplotlib.rc_context(_FONTS):
         figure = Figure(figsize=(7.4, 3.4), layout="constrained")
-        for axes, sweep in zip(figure.subplots(1, len(sweeps), squeeze=False)[0], sweeps, strict=True):
+        grid = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)
+        for axes, sweep in zip(grid[0], sweeps, strict=True):
             heading, power = panels[sweep]
             _growth_panel(axes, rows, sweep, power, styles)
             axes.set_xlabel(heading)
-            fixed = next(row for row in rows if row["sweep"] == sweep)
-            at = f"d = {fixed['channels']}" if sweep == "batch" else f"B = {fixed['batch']}"
-            axes.set_title(f"{at}, N = {fixed['positions']}" + ("" if sweep == "batch" else " or more"), loc="left")
+            axes.set_title(_fixed_sizes([row for row in rows if row["sweep"] == sweep], sweep), loc="left")
         figure.axes[0].set_ylabel("milliseconds, forward + backward")
         figure.suptitle(f"the SEB layer on {device}", x=0.01, ha="left", fontsize=8.5)
         entries = {name: line for axes in figure.axes for line, name in zip(*axes.get_legend_handles_labels(), strict=True)}
+        if "auto" in entries:
+            entries["auto (takes one of them)"] = entries.pop("auto")
         figure.legend(entries.values(), entries.keys(), loc="outside lower center", ncols=5, frameon=False)
         figure.savefig(path, dpi=200)

@@ -2,8 +2,10 @@
 
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import isqrt
-from typing import Literal
+from math import isfinite, isqrt
+from typing import Literal, TypeVar
+
+Number = TypeVar("Number", int, float)
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,7 @@ class GrowthBench:
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
         seed: of the random features.
         out: the CSV file; benchmarks/growth-DEVICE.csv by default. The chart is beside it, with the ending .png.
+        redraw: measure nothing, draw the chart anew from the CSV file that --out names; this needs no such device.
     """
 
     batch: list[int] | int = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
@@ -193,6 +196,7 @@ class GrowthBench:
     device: str = "auto"
     seed: int = 0
     out: str | None = None
+    redraw: bool = False
 
     def __post_init__(self) -> None:
         _check_names(self, "methods")
@@ -216,8 +220,98 @@ class GrowthBench:
         }
 
     def _map(self, channels: int) -> tuple[int, int]:
-        """(channels, positions): one position is lost to the mean, so there must be more of them than channels."""
-        return channels, self.positions if self.positions > channels else (isqrt(channels) + 1) ** 2
+        return channels, full_rank_positions(channels, self.positions)
+
+
+@dataclass(frozen=True)
+class SolversBench:
+    """On which matrices eigensolvers are timed, on which features errors are measured, and where the numbers go.
+
+    Args:
+        batch: covariances in a batch of the eigensolvers; several as [32,128]. 4 on the CPU and 32 elsewhere by default.
+        channels: their size d; several as [256,512]. 128 on the CPU, 256 and 512 elsewhere by default.
+        dtypes: their precision, in which they are decomposed.
+        condition: condition numbers κ(P) of the features whose root is known; several as [1e6,1e10].
+        at_channels: channels of these features; 64 on the CPU and 256 elsewhere by default.
+        positions: their positions; several as [784,196], where those that are no more than the channels make P
+            singular, and κ is that of its eigenvalues above 0. 196 and 49 on the CPU, 784 and 196 elsewhere by default.
+        samples: of them in a batch; the largest error is reported.
+        svd_batch: the same for ways by the singular value decomposition, which takes seconds on CUDA.
+        repeats: measured runs of each eigensolver; the median is reported.
+        warmup: runs before them that are not counted; 1 by default, and 4 on CUDA.
+        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1.
+        seed: of the random features.
+        out: the folder of the CSV files, eigensolvers-LABEL.csv and accuracy-LABEL.csv.
+        label: the end of their names, such as h200; the type of the device by default.
+    """
+
+    batch: list[int] | int | None = None
+    channels: list[int] | int | None = None
+    dtypes: list[Literal["float32", "float64"]] = field(default_factory=lambda: ["float32", "float64"])
+    condition: list[float] | float = 1e10
+    at_channels: int | None = None
+    positions: list[int] | int | None = None
+    samples: int = 8
+    svd_batch: int = 2
+    repeats: int = 5
+    warmup: int | None = None
+    device: str = "auto"
+    seed: int = 0
+    out: str = "benchmarks"
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        _check_names(self, "dtypes")
+        _check_sizes(self, "batch", "channels", "at_channels", "positions", "samples", "svd_batch")
+        _check_runs(self.repeats, self.warmup)
+        conditions = _several(self.condition)
+        if not conditions or not all(isfinite(kappa) and kappa >= 1 for kappa in conditions):
+            raise ValueError(f"--condition needs numbers of at least 1, got {self.condition}")
+        if self.at_channels == 1 or min(_several(self.positions or 3)) < 3:
+            raise ValueError(
+                "a condition number needs two eigenvalues above 0, so --at_channels of at least 2 and --positions of at "
+                f"least 3, got {self.at_channels} and {self.positions}"
+            )
+        if self.label is not None and (not self.label or set(self.label) & set("/\\")):
+            raise ValueError(f"--label is a part of file names, got {self.label!r}: choose the folder with --out")
+
+    def filled(self, device: str) -> "SolversBench":
+        """With the defaults of a type of device in place of what was left open.
+
+        Example:
+            >>> SolversBench().filled("cpu").channels, SolversBench().filled("cuda").channels
+            (128, [256, 512])
+        """
+        small = device == "cpu"
+        defaults = {
+            "batch": 4 if small else 32,
+            "channels": 128 if small else [256, 512],
+            "at_channels": 64 if small else 256,
+            "positions": [196, 49] if small else [784, 196],
+            "warmup": warmup_runs(None, device),
+            "label": device,
+        }
+        return replace(self, **{name: value for name, value in defaults.items() if getattr(self, name) is None})  # type: ignore[arg-type]
+
+    @property
+    def matrices(self) -> list[tuple[int, int, str]]:
+        """Every (batch, size, dtype) on which eigensolvers are timed, once defaults are filled in.
+
+        Example:
+            >>> SolversBench(batch=2, channels=[8, 16], dtypes=["float64"]).matrices
+            [(2, 8, 'float64'), (2, 16, 'float64')]
+        """
+        return list(product(_several(self.batch or []), _several(self.channels or []), self.dtypes))
+
+    @property
+    def cases(self) -> list[tuple[float, int]]:
+        """Every (κ, positions) on which errors are measured, once defaults are filled in.
+
+        Example:
+            >>> SolversBench(condition=1e6, positions=[49, 9]).cases
+            [(1000000.0, 49), (1000000.0, 9)]
+        """
+        return list(product(_several(self.condition), _several(self.positions or [])))
 
 
 @dataclass(frozen=True)
@@ -237,8 +331,18 @@ def warmup_runs(asked: int | None, device: str) -> int:
     return 4 if device == "cuda" else 1
 
 
-def _several(value: list[int] | int) -> list[int]:
-    return [value] if isinstance(value, int) else list(value)
+def full_rank_positions(channels: int, positions: int) -> int:
+    """Positions as asked for, or the smallest square above the channels: one is lost to the mean.
+
+    Example:
+        >>> full_rank_positions(512, 784), full_rank_positions(1024, 784)
+        (784, 1089)
+    """
+    return positions if positions > channels else (isqrt(channels) + 1) ** 2
+
+
+def _several(value: list[Number] | Number) -> list[Number]:
+    return [value] if isinstance(value, (int, float)) else list(value)
 
 
 def _check_sizes(config: object, *names: str) -> None:

@@ -31,12 +31,12 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
     """Seconds of the maps and of the passes that they cannot do without, in turn, and of a perturbation."""
     passes = len(config.subsets) * len(config.rules)
     target = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    works: dict[str, Callable[[], None]] = {
-        "saliency": lambda: attribute_rules(model, images, config.subsets, config.rules, target=target) and None,
+    works: dict[str, Callable[[], object]] = {
+        "saliency": lambda: attribute_rules(model, images, config.subsets, config.rules, target=target),
         "backbone": lambda: backbone_passes(model, images, passes),
     }
 
-    def timed(work: Callable[[], None]) -> Callable[[], float]:
+    def timed(work: Callable[[], object]) -> Callable[[], float]:
         def run() -> float:
             synchronise(images.device)
             start = time.perf_counter()
@@ -46,9 +46,7 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
 
         return run
 
-    times = in_turn(
-        {name: timed(work) for name, work in works.items()}, repeats=config.repeats, warmup=2, advance=advance
-    )
+    times = in_turn({name: timed(work) for name, work in works.items()}, repeats=config.repeats, warmup=2, advance=advance)
     saliency, backbone = median(times["saliency"]), median(times["backbone"])
     row: Row = {
         "backbone": config.backbone,
@@ -65,9 +63,7 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
     if config.perturbation_steps:
         perturbation = EigenPerturbation(model, bounds=False)
         split = model.head.channels - max(model.head.channels // 5, 1)
-        work = timed(
-            lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False) and None
-        )
+        work = timed(lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False))
         row |= {"perturbation_steps": config.perturbation_steps, "perturbation_seconds": round(work(), 3)}
         advance("perturbation")
     return row
@@ -78,7 +74,9 @@ def run(config: ExplainBench) -> None:
     device = pick_device(config.device)
     path = writable(config.out or f"benchmarks/explain-{device.type}.csv")
     torch.manual_seed(config.seed)
-    model = create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride).to(device).eval()
+    model = (
+        create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride).to(device).eval()
+    )
     images = torch.randn(config.batch, 3, config.img_size, config.img_size, device=device)
     with progress_bar(Console(stderr=True)) as progress:
         task = progress.add_task("measuring", total=2 * (config.repeats + 2) + bool(config.perturbation_steps))

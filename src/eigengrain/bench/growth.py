@@ -1,8 +1,10 @@
 """How the time of the SEB layer grows with the batch and with the channels."""
 
+import csv
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
+from pathlib import Path
 from statistics import median
 
 import torch
@@ -144,13 +146,69 @@ def table(rows: list[Row]) -> Table:
     return view
 
 
+# --- files -------------------------------------------------------------------------------------------------------
+
+#: columns that the chart needs, and how to read them
+_COLUMNS: dict[str, Callable[[str], str | int | float]] = {
+    "sweep": str,
+    "batch": int,
+    "channels": int,
+    "positions": int,
+    "method": str,
+    "solver": str,
+    "forward_ms": float,
+    "forward_backward_ms": float,
+    "device_name": str,
+}
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a file that the benchmark has written: what table and chart need of them, and the device's name.
+
+    Raises:
+        ValueError: if there is no such file, or it is not one of this benchmark.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = list(csv.DictReader(file))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read {path} ({error}): name a file of 'bench growth' with --out") from error
+    missing = [name for name in _COLUMNS if not rows or rows[0].get(name) is None]
+    if missing:
+        raise ValueError(
+            f"{path} has no rows of 'bench growth': expected the columns {', '.join(_COLUMNS)}, without "
+            f"{', '.join(missing)}: name another file with --out"
+        )
+    try:
+        return [{name: read(row[name]) for name, read in _COLUMNS.items()} for row in rows]
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path} has a row that cannot be read ({error}): measure it again without --redraw") from error
+
+
+def _show(rows: list[Row], device_name: str, picture: Path, console: Console) -> None:
+    """The chart, beside the CSV file."""
+    if find_spec("matplotlib"):
+        from eigengrain.bench.chart import draw_growth
+
+        draw_growth(rows, device_name, picture)
+        console.print(f"drawn to {picture}", soft_wrap=True)
+    else:
+        console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
+
+
 def run(config: GrowthBench) -> None:
     """``eigengrain bench growth``."""
     device = pick_device(config.device)
     methods_of(config)  # refuses what there is not before a file is made
-    path = writable(config.out or f"benchmarks/growth-{device.type}.csv")
-    picture = writable(path.with_suffix(".png"))
     console = Console()
+    path = Path(config.out or f"benchmarks/growth-{device.type}.csv")
+    if config.redraw:
+        rows = read_rows(path)
+        console.print(table(rows))
+        _show(rows, str(rows[0]["device_name"]), writable(path.with_suffix(".png")), console)
+        return
+    picture = writable(path.with_suffix(".png"))
+    path = writable(path)
     with progress_bar(console) as progress:
         task = progress.add_task("measuring", total=sum(map(len, config.sweeps.values())))
         rows = measure(config, device, lambda size: progress.update(task, advance=1, description=f"after {size}"))
@@ -161,10 +219,4 @@ def run(config: GrowthBench) -> None:
     console.print(table(rows))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
-    if find_spec("matplotlib"):
-        from eigengrain.bench.chart import draw_growth
-
-        draw_growth(rows, str(environment["device_name"]), picture)
-        console.print(f"drawn to {picture}", soft_wrap=True)
-    else:
-        console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
+    _show(rows, str(environment["device_name"]), picture, console)

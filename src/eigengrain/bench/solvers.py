@@ -1,0 +1,200 @@
+"""Eigensolvers beside torch's own, and what the solvers of the square root err by."""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from eigengrain import functional as F
+from eigengrain.bench import accuracy
+from eigengrain.bench.config import SolversBench, full_rank_positions
+from eigengrain.bench.functional import Row, in_turn, short, synchronise
+from eigengrain.functional import cusolver
+from eigengrain.functional.eigen import _choose, decompose
+from eigengrain.runtime.display import progress_bar
+from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.records import writable, write_csv
+
+Eigensolver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (B, d, d) -> eigenvalues (B, d), eigenvectors in the columns
+
+#: what times are divided by in the column of ratios
+REFERENCE = "torch.linalg.eigh"
+
+#: of the feature maps whose covariances are decomposed, unless their channels reach it
+POSITIONS = 784
+
+
+def backends_on(device: torch.device) -> list[str]:
+    """The backends of :func:`eigengrain.functional.eigh` that a device has, each under one name.
+
+    Example:
+        >>> backends_on(torch.device("cpu"))
+        ['torch']
+    """
+    here = {
+        "cusolver-batched": device.type == "cuda" and cusolver.available(),
+        "cpu": device.type != "cpu",  # where the CPU is the device, this is 'torch'
+    }
+    return [name for name in F.BACKENDS if name != "auto" and here.get(name, True)]
+
+
+def _backend(name: str) -> Eigensolver:
+    # below the public function, which decomposes in float64 whatever it is given
+    return lambda p: decompose(p, name)
+
+
+def eigensolvers_on(device: torch.device) -> dict[str, Eigensolver]:
+    """By name, the reference first."""
+    return {REFERENCE: torch.linalg.eigh} | {name: _backend(name) for name in backends_on(device)}
+
+
+def random_covariances(batch: int, d: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    """(batch, d, d) of full rank, from random features that are rectified as behind a ReLU."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(batch, d, full_rank_positions(d, POSITIONS), generator=generator).relu().to(device)
+    return F.covariance(x, dtype=torch.float64).to(dtype)
+
+
+def _timed(work: Callable[[], object], device: torch.device) -> float:
+    """Seconds until everything is done."""
+    synchronise(device)
+    start = time.perf_counter()
+    work()
+    synchronise(device)
+    return time.perf_counter() - start
+
+
+def residual(p: Tensor, solver: Eigensolver) -> float:
+    r"""The largest :math:`\|P - U \Lambda U^T\|_F/\|P\|_F` of a batch, taken in float64.
+
+    Example:
+        >>> residual(torch.ones(1, 1, 1), lambda p: (torch.ones(1, 1), 2 * p))
+        3.0
+    """
+    values, vectors = (part.double() for part in solver(p))
+    return accuracy.worst_error((vectors * values.unsqueeze(-2)) @ vectors.mT, p.double())
+
+
+def measure(
+    batch: int,
+    d: int,
+    *,
+    repeats: int,
+    warmup: int,
+    device: torch.device,
+    dtype: torch.dtype,
+    seed: int = 0,
+    advance: Callable[[str], None] = lambda name: None,
+) -> list[Row]:
+    """Time every eigensolver on one batch of covariances, in turn.
+
+    Args:
+        batch, d: of the matrices (batch, d, d).
+        dtype: of the matrices, and of the work.
+        advance: called with the eigensolver's name after each run.
+
+    Returns:
+        a row an eigensolver: milliseconds, the ratio to the reference, what is left of P; None without enough memory.
+    """
+    p = random_covariances(batch, d, device, dtype, seed)
+    solvers = eigensolvers_on(device)
+    works = {name: (lambda solver=solver: _timed(lambda: solver(p), device)) for name, solver in solvers.items()}
+    seconds = in_turn(works, repeats=repeats, warmup=warmup, advance=advance)
+    times = {name: 1e3 * median(runs) for name, runs in seconds.items() if runs}
+    rows: list[Row] = []
+    for name, solver in solvers.items():
+        both = name in times and REFERENCE in times
+        rows.append(
+            {
+                "batch": batch,
+                "channels": d,
+                "dtype": str(dtype).removeprefix("torch."),
+                "eigensolver": name,
+                "of_auto": "yes" if name == _choose("auto", p) else "no",
+                "ms": round(times[name], 4) if name in times else None,
+                f"ratio_to_{REFERENCE}": round(times[name] / times[REFERENCE], 4) if both else None,
+                "residual": float(f"{residual(p, solver):.3g}") if name in times else None,
+                "repeats": repeats,
+            }
+        )
+    return rows
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows for reading."""
+    view = Table(
+        title="eigenvalues and eigenvectors of random covariances",
+        caption=f"medians; ratio: to {REFERENCE}; residual: what the factors leave of P, relative; *: what backend='auto' "
+        "takes (the public function decomposes float32 matrices in float64 too); –: the device's memory is too small",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
+    )
+    for heading in ("B × d²", "dtype", "eigensolver"):
+        view.add_column(heading, no_wrap=True)
+    for heading in ("ms", "ratio", "residual"):
+        view.add_column(heading, no_wrap=True, justify="right")
+    for kind in dict.fromkeys((row["batch"], row["channels"], row["dtype"]) for row in rows):
+        here = [row for row in rows if (row["batch"], row["channels"], row["dtype"]) == kind]
+        for place, row in enumerate(here):
+            size, dtype = ("", "") if place else (f"{kind[0]} × {kind[1]}²", str(kind[2]))
+            name = f"{row['eigensolver']} *" if row["of_auto"] == "yes" else str(row["eigensolver"])
+            left = "–" if row["residual"] is None else f"{float(row['residual']):.1e}"
+            view.add_row(size, dtype, name, short(row["ms"]), short(row[f"ratio_to_{REFERENCE}"]), left)
+        view.add_section()
+    return view
+
+
+def run(config: SolversBench) -> None:
+    """``eigengrain bench solvers``."""
+    device = pick_device(config.device)
+    if device.type == "mps":
+        raise ValueError("bench solvers compares float64 with float32, and MPS has no float64: use --device cpu")
+    config = config.filled(device.type)
+    assert config.warmup is not None
+    assert config.at_channels is not None
+    folder = Path(config.out)
+    times_path, errors_path = (writable(folder / f"{kind}-{config.label}.csv") for kind in ("eigensolvers", "accuracy"))
+    console, environment = Console(), describe(device)
+    times: list[Row] = []
+    errors: list[Row] = []
+    with progress_bar(console) as progress:
+        runs = len(config.matrices) * len(eigensolvers_on(device)) * (config.warmup + config.repeats)
+        runs += sum(len(accuracy.routes_for(config.at_channels, positions)) for _, positions in config.cases)
+        task = progress.add_task("measuring", total=runs)
+        for batch, d, dtype in config.matrices:
+            times += measure(
+                batch,
+                d,
+                repeats=config.repeats,
+                warmup=config.warmup,
+                device=device,
+                dtype=getattr(torch, dtype),
+                seed=config.seed,
+                advance=lambda name, size=f"{batch} × {d}²": progress.update(  # type: ignore[misc]
+                    task, advance=1, description=f"{size} {name}"
+                ),
+            )
+        write_csv(times_path, [{**row, **environment} for row in times])
+        for kappa, positions in config.cases:
+            errors += accuracy.measure(
+                kappa,
+                config.at_channels,
+                positions,
+                samples=config.samples,
+                svd_batch=config.svd_batch,
+                device=device,
+                seed=config.seed,
+                advance=lambda name, kappa=kappa: progress.update(  # type: ignore[misc]
+                    task, advance=1, description=f"κ = {kappa:.0e} {name}"
+                ),
+            )
+        write_csv(errors_path, [{**row, **environment} for row in errors])
+    console.print(table(times), accuracy.table(errors))
+    console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
+    console.print(f"written to {times_path} and {errors_path}", soft_wrap=True)
