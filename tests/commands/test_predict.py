@@ -17,7 +17,8 @@ from PIL import Image
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.commands import predict as module
-from eigengrain.commands.predict import Predict, find_images, open_model, read_image, run
+from eigengrain.commands.predict import Predict, find_images, open_model, run
+from eigengrain.data import decode
 from eigengrain.models import create_model, save_pretrained
 
 CLASSES = ["sparrow", "wren", "Zaunkönig", "=SUM(A1)"]
@@ -195,58 +196,7 @@ def test_places_without_images(photos, checkpoint, place, reason):
     assert not os.path.exists("predictions.csv")
 
 
-# reading images
-
-
-def test_orientation_of_the_camera_is_respected(tmp_path):
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: rotate by 90° clockwise to see it upright
-    for name in ("turned.jpg", "turned.png", "turned.tif"):
-        stored = photo(tmp_path / name, exif=exif, **({"quality": 95} if name.endswith("jpg") else {}))
-        image = read_image(str(tmp_path / name))
-        assert image.size == (50, 60)
-        expected = np.rot90(np.asarray(stored), k=-1).astype(int)
-        assert np.abs(np.asarray(image).astype(int) - expected).mean() < (8 if name.endswith("jpg") else 1e-9)
-
-
-@pytest.mark.parametrize(
-    "mode, suffix", [("L", "png"), ("P", "png"), ("P", "gif"), ("1", "png"), ("CMYK", "jpg"), ("LA", "png")]
-)
-def test_other_modes_become_rgb(tmp_path, mode, suffix):
-    path = tmp_path / f"image.{suffix}"
-    stored = photo(path, mode=mode)
-    image = read_image(str(path))
-    assert image.mode == "RGB"
-    assert image.size == (60, 50)
-    difference = np.asarray(image).astype(int) - np.asarray(stored.convert("RGB")).astype(int)
-    assert np.abs(difference).mean() < (10 if suffix == "jpg" else 1e-9)
-
-
-def test_transparent_and_16_bit_images(tmp_path):
-    colours = np.random.default_rng(0).integers(0, 256, (9, 8, 4), dtype=np.uint8)
-    Image.fromarray(colours).save(tmp_path / "rgba.png")
-    assert np.array_equal(np.asarray(read_image(str(tmp_path / "rgba.png"))), colours[..., :3])
-    deep = (np.arange(256, dtype=np.uint16) * 256 + 77).reshape(16, 16)  # the upper 8 bits count from 0 to 255
-    for name in ("deep.png", "deep.tif", "deep.pgm"):
-        Image.fromarray(deep).save(tmp_path / name)
-        assert np.array_equal(np.asarray(read_image(str(tmp_path / name)))[..., 0], np.arange(256).reshape(16, 16))
-
-
-def test_a_pillow_without_one_of_the_formats(tmp_path, monkeypatch):
-    monkeypatch.setattr(module, "FORMATS", ("NOT-BUILT-IN", "PNG"))
-    photo(tmp_path / "a.png")
-    assert read_image(str(tmp_path / "a.png")).size == (60, 50)
-
-
-def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
-    photo(tmp_path / "a.png")
-
-    def denied(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(Image, "open", denied)
-    with pytest.raises(ValueError, match=r"^cannot be opened \(Permission denied\)$"):
-        read_image(str(tmp_path / "a.png"))
+# images that cannot be read
 
 
 def huge_png(path, width, height):
@@ -327,7 +277,7 @@ def test_no_image_at_all_is_a_failure_that_leaves_the_last_result_alone(checkpoi
 
 
 def test_what_was_done_before_an_interruption_is_kept(checkpoint, photos, monkeypatch):
-    read, calls = module.read_image, []
+    read, calls = decode.open_image, []
 
     def interrupted(path):
         calls.append(path)
@@ -335,7 +285,7 @@ def test_what_was_done_before_an_interruption_is_kept(checkpoint, photos, monkey
             raise KeyboardInterrupt
         return read(path)
 
-    monkeypatch.setattr(module, "read_image", interrupted)
+    monkeypatch.setattr(decode, "open_image", interrupted)
     with pytest.raises(KeyboardInterrupt):
         run(Predict(["photos"], checkpoint, batch_size=1, workers=0))
     assert [row["path"] for row in rows()] == ["photos/a.png", "photos/b.png"]

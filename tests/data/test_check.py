@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from PIL import Image, ImageFile
@@ -67,9 +68,9 @@ def test_cut_jpegs_are_found_where_pillow_would_fill_them(folder, monkeypatch):
     assert ImageFile.LOAD_TRUNCATED_IMAGES is True
 
 
-def test_check_writes_and_returns_2(damaged, tmp_path, capsys):
+def test_check_writes_and_returns_1(damaged, tmp_path, capsys):
     out = tmp_path / "out" / "problems.csv"
-    assert run(Datasets("check", "folder", str(damaged), workers=0, out=str(out))) == 2
+    assert run(Datasets("check", "folder", str(damaged), workers=0, out=str(out))) == 1
     text = capsys.readouterr().out
     assert "train: 6 images of 2 classes" in text
     assert "2 unreadable, 1 truncated, 2 duplicate" in text
@@ -94,6 +95,67 @@ def test_duplicates_alone_are_no_failure(folder, capsys):
     assert "0 unreadable, 0 truncated, 1 duplicate" in capsys.readouterr().out
 
 
+def test_a_folder_of_any_layout(damaged, tmp_path, capsys):
+    """As published with train and test, and one of them alone: nothing is asked but the folder."""
+    (damaged / "train/bird").mkdir()
+    (damaged / "train/fish").mkdir()
+    (damaged / "train/fish/a.HEIC").touch()
+    (damaged / "notes/deep").mkdir(parents=True)
+    (damaged / "notes/deep/readme.txt").touch()  # not among folders of images: nobody misses images there
+    out = tmp_path / "problems.csv"
+    assert run(Datasets("check", str(damaged), workers=0, out=str(out))) == 1
+    text = capsys.readouterr().out
+    assert "train: 6 images in 2 folders\ntest: 4 images in 2 folders\n" in text
+    assert "left out, as not named as images: 2 (.heic, .txt)" in text
+    assert "2 unreadable, 1 truncated, 2 duplicate, 2 folders without images" in text
+    with out.open(newline="") as file:
+        kinds = {str(Path(row["path"]).relative_to(damaged)): row["kind"] for row in csv.DictReader(file)}
+    assert kinds == {
+        "train/bird": "empty",
+        "train/fish": "empty",
+        "train/cat/0.png": "unreadable",
+        "train/cat/1.png": "truncated",
+        "train/dog/1.png": "duplicate",
+        "test/cat/0.png": "duplicate",
+        "test/dog/0.png": "unreadable",
+    }
+    assert "of the split train, but of another class: cat here, dog there" in out.read_text()
+    assert run(Datasets("check", str(damaged / "test"), workers=0, json=True)) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["images"] == {"all": 4}
+    assert [p["kind"] for p in found["problems"]] == ["unreadable"]
+    assert run(Datasets("check", str(damaged / "test/cat"), workers=0)) == 0
+
+
+def test_images_beside_the_splits_are_looked_at_too(damaged, capsys):
+    (damaged / "cover.jpg").touch()
+    assert run(Datasets("check", str(damaged), workers=0)) == 1
+    assert "other: 1 images in 1 folders" in capsys.readouterr().out
+    assert run(Datasets("check", str(damaged), split="test", workers=0)) == 1
+    text = capsys.readouterr().out
+    assert "test: 4 images" in text
+    assert "train" not in text
+
+
+def test_options_reach_the_reader(aircraft, capsys):
+    options = {"level": "manufacturer", "with_validation": False}
+    assert run(Datasets("check", "aircraft", str(aircraft), options, workers=0)) == 0
+    assert "train: 2 images (published: 6,667) of 2 classes" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="unknown option of aircraft 'levl': did you mean 'level'"):
+        run(Datasets("check", "aircraft", str(aircraft), {"levl": "family"}))
+
+
+def test_names_that_are_no_letters_are_printed_and_written(folder, tmp_path, capsys):
+    for name in (b"two\nlines.png", b"latin \xe9.png"):
+        with open(bytes(folder / "train/cat") + b"/" + name, "wb"):
+            pass
+    out = tmp_path / "problems.csv"
+    assert run(Datasets("check", str(folder), workers=0, out=str(out))) == 1
+    for text in (capsys.readouterr().out, out.read_text()):
+        assert "cat/two\\nlines.png" in text
+        assert "cat/latin \\udce9.png" in text
+
+
 def test_real_birds_are_whole(cub_mini):
     opened = open_dataset("cub", cub_mini, "test")
     assert find_unreadable(opened.subset(range(0, len(opened), 4))) == []
@@ -113,8 +175,12 @@ def test_list_says_every_layout(capsys):
     [
         ({"action": "chek"}, "unknown datasets command 'chek': did you mean 'check'"),
         ({"action": "cub"}, "eigengrain datasets list cub"),
-        ({"action": "check", "name": "cub"}, "name the data set and its folder"),
+        ({"action": "check"}, "name the folder: eigengrain datasets check photos, or as a data set: .* check cub /data"),
+        ({"action": "check", "name": "cub"}, r"name the folder of cub too: .* check cub FOLDER; .* check \./cub"),
+        ({"action": "check", "name": "photos", "options": {"a": 1}}, "--options are those of a data set"),
+        ({"action": "check", "name": "plumage"}, "plumage is drawn"),
         ({"name": "cub", "root": "x"}, "are for 'eigengrain datasets check'"),
+        ({"name": "cub", "options": {"a": 1}}, "are for 'eigengrain datasets check'"),
         ({"workers": -1}, "at least 0"),
     ],
 )
@@ -128,6 +194,19 @@ def test_unknown_and_drawn_names(tmp_path):
         run(Datasets("list", "cubs"))
     with pytest.raises(ValueError, match="plumage is drawn"):
         run(Datasets("check", "plumage", str(tmp_path)))
+    with pytest.raises(ValueError, match="unknown folder or data set 'imagenat': did you mean 'imagenet'"):
+        run(Datasets("check", "imagenat"))
+    with pytest.raises(ValueError, match=r"there is no folder '.*none'"):
+        run(Datasets("check", str(tmp_path / "none")))
+    with pytest.raises(ValueError, match=r"there are no images below .*: it is empty"):
+        run(Datasets("check", str(tmp_path)))
+    (tmp_path / "a.heic").touch()
+    with pytest.raises(ValueError, match=r"there are no images below .*: only files that end in \.heic"):
+        run(Datasets("check", str(tmp_path)))
+    with pytest.raises(ValueError, match=r"is a file: name a folder"):
+        run(Datasets("check", str(tmp_path / "a.heic")))
+    with pytest.raises(ValueError, match="named before its folder: eigengrain datasets check cub photos"):
+        run(Datasets("check", "photos", "cub"))
 
 
 def test_on_the_command_line(damaged, monkeypatch, capsys):
@@ -141,8 +220,12 @@ def test_on_the_command_line(damaged, monkeypatch, capsys):
     monkeypatch.setattr(cli, "COMMANDS", (*(c for c in cli.COMMANDS if c.name != "datasets"), command))
     assert cli.main(["datasets"]) == 0
     assert "Stanford Cars" in capsys.readouterr().out
-    assert cli.main(["datasets", "check", "folder", str(damaged), "--workers", "0"]) == 2
+    assert cli.main(["datasets", "check", "folder", str(damaged), "--workers", "0"]) == 1
     assert "1 truncated" in capsys.readouterr().out
+    assert cli.main(["datasets", "check", str(damaged), "--workers", "0"]) == 1
+    assert "1 truncated" in capsys.readouterr().out
+    assert cli.main(["datasets", "check", "folder", str(damaged), "--options", "{split_file: none.csv}"]) == 2
+    assert "cannot read the split file none.csv" in capsys.readouterr().err
     assert cli.main(["datasets", "check", "cub", str(damaged), "--workers=0"]) == 2
     assert "expected: images/CLASS" in " ".join(capsys.readouterr().err.split())
 

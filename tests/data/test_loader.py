@@ -8,6 +8,7 @@ import torch
 from PIL import Image
 
 from eigengrain.data import DeviceCache, ImageSet, Transforms, build_transform, make_loader, split_validation
+from eigengrain.data.decode import ImageError
 from eigengrain.data.loader import Order
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -167,10 +168,27 @@ def test_sizes_that_differ_and_damaged_files_are_said(files, tmp_path):
         next(iter(make_loader(plain, 4, train=False)))
     bad = tmp_path / "bad.png"
     bad.write_bytes(files[0].read_bytes()[:200])
-    broken = ImageSet("x", "train", ["a"], [0], [bad], plain.transform)
+    broken = ImageSet("x", "train", ["a"], [0] * 3, [files[0], files[1], bad], images(files).transform)
+    differing = images(files, "none", train=False)
+    for workers in (0, 1):  # in one line, whoever opened the file
+        with pytest.raises(ImageError, match=rf"^{bad}: damaged \(image file is truncated.*\)$"):
+            list(make_loader(broken, 2, train=False, workers=workers, pin_memory=torch.cuda.is_available()))
+        with pytest.raises(ImageError, match=r"^the images of a batch differ in size.*crops$"):
+            list(make_loader(differing, 4, train=False, workers=workers))
+
+
+def test_a_mistake_in_code_keeps_its_traceback(files):
+    wrong = images(files)
+    wrong.transform = divide_by_zero
     for workers in (0, 1):
-        with pytest.raises(ValueError, match=r"bad.png: damaged"):
-            list(make_loader(broken, 1, train=False, workers=workers))
+        with pytest.raises(ZeroDivisionError) as error:
+            list(make_loader(wrong, 4, train=False, workers=workers))
+        shown = str(error.value) + "".join(map(str, error.traceback))
+        assert "divide_by_zero" in shown
+
+
+def divide_by_zero(image):
+    return 1 / 0
 
 
 @pytest.mark.parametrize("train", [True, False])

@@ -7,7 +7,6 @@ import sys
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from eigengrain.data import ImageSet, list_datasets, open_dataset
 from eigengrain.data.catalogue import ENTRIES, find_entry
@@ -266,17 +265,35 @@ def test_real_birds(cub_mini):
         assert top < bottom <= 225
 
 
-def test_images_are_upright_and_rgb(tmp_path):
-    pixels = np.zeros((4, 6, 3), np.uint8)
-    pixels[0, 0] = 255
-    exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: its top left is the top right
-    Image.fromarray(pixels).save(tmp_path / "turned.png", exif=exif)
-    Image.fromarray(pixels[..., 0]).save(tmp_path / "grey.png")
-    Image.fromarray(np.dstack([pixels, pixels[..., :1]])).save(tmp_path / "alpha.png")
-    opened = ImageSet("x", "train", ["a"], [0, 0, 0], [tmp_path / f"{n}.png" for n in ("turned", "grey", "alpha")])
-    turned = np.asarray(opened.image(0))
-    assert turned.shape == (6, 4, 3)
-    assert (turned[0, 3] == 255).all()
-    assert turned.sum() == 3 * 255
-    assert [opened.image(i).mode for i in (1, 2)] == ["RGB", "RGB"]
+@pytest.mark.parametrize(
+    ("file", "line", "said"),
+    [
+        ("train_test_split.txt", None, "1 images of .*images.txt are not in train_test_split.txt, the first is number 3"),
+        (
+            "train_test_split.txt",
+            "3 2",
+            "has '2' for image 3, where 1 .training. or 0 .test. is expected",
+        ),
+        ("train_test_split.txt", "3 train", "has 'train' for image 3"),
+        ("train_test_split.txt", "abc 1", "train_test_split.txt has 'abc' where a whole number is expected"),
+        ("train_test_split.txt", "3 1\n99 1", "1 images that are not in images.txt, the first is number 99"),
+        ("train_test_split.txt", "3 0\n1 0", "train_test_split.txt has the number 1 twice"),
+        ("train_test_split.txt", "3", "line 3 of .*train_test_split.txt needs 2 entries, it is '3'"),
+        ("image_class_labels.txt", "3 x", "classes.txt has 3 classes, and class x of image 3 is not one of them"),
+        ("bounding_boxes.txt", "3 a b c d", "bounding_boxes.txt has 'a b c d' for image 3, where left, top"),
+    ],
+)
+def test_lists_of_cub_that_are_wrong(cub, file, line, said):
+    lines = (cub / file).read_text().splitlines()
+    lines[2:3] = [] if line is None else [line]
+    (cub / file).write_text("\n".join(lines) + "\n")
+    with pytest.raises(ValueError, match=f"^cub: .*{said}|^cub: {said}") as error:
+        open_dataset("cub", cub, "test")
+    assert "\n" not in str(error.value)
+
+
+def test_cub_without_an_image_for_a_split(cub):
+    file = cub / "train_test_split.txt"
+    file.write_text(file.read_text().replace(" 0\n", " 1\n"))
+    with pytest.raises(ValueError, match="marks no image with 0, so the test split is empty"):
+        open_dataset("cub", cub, "test")

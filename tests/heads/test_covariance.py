@@ -172,3 +172,19 @@ def test_constant_maps_are_finite_for_every_system():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("options", [{}, {"seb": True}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}])
+@pytest.mark.parametrize("positions", [7, 2])  # 2 × 2 positions are too few for six channels
+def test_several_subsets_at_once_are_each_by_itself(options, positions):
+    torch.manual_seed(0)
+    head = CovarianceHead(9, 6, **options).eval()
+    x = torch.randn(3, 9, positions, positions)
+    subsets = ["all", "top:2", "top:1+last:2", "last:3"]
+    together = head.forward_subsets(x, subsets)
+    for subset, vector in zip(subsets, together, strict=True):
+        head.subset = subset
+        assert torch.allclose(vector, head(x), atol=1e-6)
+    head.subset = "top:2"
+    head.forward_subsets(x, ["all"])
+    assert str(head.subset) == "top:2"

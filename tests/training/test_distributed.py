@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
@@ -17,24 +16,28 @@ from training.small_run import colours, without_batch_statistics
 CHANGES = {"epochs": 4, "save_every": 2, "ema": 0.9}
 
 
+def run_two(module: str, *arguments: str) -> tuple[str, str]:
+    """What two processes of a module print."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, *arguments], env=environment, **pipes) as process:
+        try:
+            out, error = process.communicate(timeout=200)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends the two, which a kill would leave behind
+            out, error = process.communicate(timeout=60)
+            pytest.fail(f"two processes of {module} hang; they said {out}\n{error}")
+    assert process.returncode == 0, error
+    return out, error
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
     """The folder of a run of two processes; every third image less would leave a last batch of two."""
-    # a rendezvous of two processes was once seen to hang on a small machine: said aloud, and tried once more
-    for last in (False, True):
-        out = tmp_path_factory.mktemp("two")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-        command += ["-m", "training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses")]
-        environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-        try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-            break
-        except subprocess.TimeoutExpired:
-            if last:
-                raise
-            warnings.warn("two processes hung for 120 s and were started again", stacklevel=1)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("epoch 4/4") == 1  # one process speaks
+    out = tmp_path_factory.mktemp("two")
+    _, error = run_two("training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses"))
+    assert error.count("epoch 4/4") == 1  # one process speaks
     return out
 
 
@@ -67,3 +70,8 @@ def test_the_model_is_the_same(one, two):
     alone, shared = (load_file(folder / "model/model.safetensors") for folder in (one[0], two / "run"))
     assert alone.keys() == shared.keys()
     assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
+
+
+def test_a_network_that_outlives_its_processes_keeps_nobody_waiting():
+    out, _ = run_two("training.late_net")
+    assert out.splitlines() == ["over", "over"]

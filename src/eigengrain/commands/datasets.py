@@ -5,19 +5,22 @@ import json
 import os
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eigengrain.data.catalogue import ENTRIES, Entry, find_entry
+from eigengrain.data.files import printable
 from eigengrain.errors import unknown_name
 
 if TYPE_CHECKING:
+    from eigengrain.data import ImageSet
     from eigengrain.data.check import Problem
 
 ACTIONS = ("list", "check")
 #: problems that are printed; the CSV file has them all
 SHOWN = 20
+_EXAMPLE = "eigengrain datasets check cub /data/CUB_200_2011"
 
 
 @dataclass(frozen=True)
@@ -26,8 +29,9 @@ class Datasets:
 
     Args:
         action: list (which there are, and their layouts) or check (decode every image of a folder).
-        name: of a data set; all are listed by default.
-        root: the folder to check.
+        name: of a data set; all are listed by default. A check takes a folder here as well, of whatever layout.
+        root: the folder of a data set that is checked by name.
+        options: of the data set's reader, such as '{level: family}'; 'eigengrain datasets' names them.
         split: which images to check.
         workers: processes that decode, at most one for each core.
         out: CSV file for the problems that a check finds.
@@ -37,26 +41,37 @@ class Datasets:
     action: str = "list"
     name: str | None = None
     root: str | None = None
+    options: dict[str, Any] = field(default_factory=dict)
     split: Literal["all", "train", "test"] = "all"
     workers: int = 4
     out: str | None = None
     json: bool = False
 
     def __post_init__(self) -> None:
+        names = [entry.name for entry in ENTRIES]
         if self.action not in ACTIONS:
-            names = [entry.name for entry in ENTRIES]
             hint = f"; for its layout: eigengrain datasets list {self.action}" if self.action in names else ""
             raise ValueError(f"{unknown_name('datasets command', self.action, ACTIONS)}{hint}")
-        if self.action == "check" and (self.name is None or self.root is None):
-            raise ValueError("name the data set and its folder: eigengrain datasets check cub /data/CUB_200_2011")
-        if self.action == "list" and (self.root is not None or self.out is not None):
-            raise ValueError("a folder and --out are for 'eigengrain datasets check'; the list needs none")
+        if self.action == "check":
+            if self.name is None:
+                raise ValueError(f"name the folder: eigengrain datasets check photos, or as a data set: {_EXAMPLE}")
+            if self.name in (entry.name for entry in ENTRIES if entry.drawn):
+                raise ValueError(f"{self.name} is drawn, not read: there are no files to check")
+            if self.root is None and self.name in names:
+                raise ValueError(
+                    f"name the folder of {self.name} too: eigengrain datasets check {self.name} FOLDER; or, if this is the "
+                    f"folder: eigengrain datasets check {os.path.join(os.curdir, self.name)}"
+                )
+            if self.root is None and self.options:
+                raise ValueError(f"--options are those of a data set: name it before its folder, as in {_EXAMPLE}")
+        elif self.root is not None or self.out is not None or self.options:
+            raise ValueError("a folder, --options and --out are for 'eigengrain datasets check'; the list needs none")
         if self.workers < 0:
             raise ValueError(f"--workers must be at least 0, got {self.workers}")
 
 
 def run(config: Datasets) -> int:
-    """``eigengrain datasets``: 0, or 2 if a check finds an image that cannot be read."""
+    """``eigengrain datasets``: 0, or 1 if a check finds images that cannot be read or a folder that has none."""
     if config.action == "check":
         return check(config)
     entries = ENTRIES if config.name is None else (find_entry(config.name),)
@@ -92,38 +107,83 @@ def describe(entry: Entry) -> str:
 
 
 def check(config: Datasets) -> int:
-    """``eigengrain datasets check NAME ROOT``."""
-    from eigengrain.data import open_dataset
+    """``eigengrain datasets check ROOT``, or ``NAME ROOT`` with the options of the data set's reader."""
     from eigengrain.data.check import find_problems
     from eigengrain.runtime.records import writable
 
-    entry = find_entry(str(config.name))
-    if entry.drawn:
-        raise ValueError(f"{entry.name} is drawn, not read: there are no files to check")
     out = writable(config.out) if config.out is not None else None
-    splits = ("train", "test") if config.split == "all" else (config.split,)
-    opened = [open_dataset(entry.name, config.root, split) for split in splits]
-    problems = find_problems(opened, min(config.workers, os.cpu_count() or 1))
+    found = _open_folder(config) if config.root is None else _open_by_name(config)
+    problems = [*found.empty, *find_problems(found.splits, min(config.workers, os.cpu_count() or 1))]
+    problems = [replace(p, path=printable(p.path), reason=printable(p.reason)) for p in problems]
     if out is not None:
         _write(out, problems)
-    unreadable = [problem for problem in problems if problem.kind != "duplicate"]
+    spoilt = any(problem.kind != "duplicate" for problem in problems)
     if config.json:
-        counted = {found.split: len(found) for found in opened}
+        counted = {split.split: len(split) for split in found.splits}
         print(json.dumps({"images": counted, "problems": [asdict(p) for p in problems]}, indent=2, ensure_ascii=False))
-        return 2 if unreadable else 0
-    for found in opened:
-        published = entry.published[1 if found.split == "train" else 2] if entry.published else None
-        said = f" (published: {published:,})" if published not in (None, len(found)) else ""
-        print(f"{found.split}: {len(found):,} images{said} of {len(found.classes):,} classes")
+        return 1 if spoilt else 0
+    print("\n".join(found.said))
     kinds = Counter(problem.kind for problem in problems)
-    print(", ".join(f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")))
+    counts = [f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")]
+    counts += [f"{kinds['empty']} folders without images"] if kinds["empty"] else []
+    print(", ".join(counts))
     for problem in sorted(problems, key=lambda problem: problem.kind == "duplicate")[:SHOWN]:
         print(f"  {problem.kind}: {problem.path}: {problem.reason}")
     if len(problems) > SHOWN:
         print(f"  … and {len(problems) - SHOWN} more{'' if out else '; all of them with --out FILE.csv'}")
     if out is not None:
         print(f"written to {out}")
-    return 2 if unreadable else 0
+    return 1 if spoilt else 0
+
+
+class _Found(NamedTuple):
+    """Splits to look at, folders without images, and lines that say what there is."""
+
+    splits: "list[ImageSet]"
+    empty: "list[Problem]"
+    said: list[str]
+
+
+def _open_by_name(config: Datasets) -> _Found:
+    from eigengrain.data import open_dataset
+
+    try:
+        entry = find_entry(str(config.name))
+    except ValueError:
+        if config.root not in [entry.name for entry in ENTRIES]:
+            raise
+        raise ValueError(
+            f"the data set is named before its folder: eigengrain datasets check {config.root} {config.name}"
+        ) from None
+    wanted = ("train", "test") if config.split == "all" else (config.split,)
+    splits = [open_dataset(entry.name, config.root, split, **config.options) for split in wanted]
+    said = []
+    for split in splits:
+        published = entry.published[1 if split.split == "train" else 2] if entry.published else None
+        other = f" (published: {published:,})" if published not in (None, len(split)) else ""
+        said.append(f"{split.split}: {len(split):,} images{other} of {len(split.classes):,} classes")
+    return _Found(splits, [], said)
+
+
+def _open_folder(config: Datasets) -> _Found:
+    from eigengrain.data.check import Problem
+    from eigengrain.data.tree import open_tree
+
+    place = str(config.name)
+    if not os.path.exists(os.path.expanduser(place)) and os.path.basename(place) == place:
+        # one word: a folder, or a data set whose folder was forgotten
+        raise unknown_name("folder or data set", place, [entry.name for entry in ENTRIES])
+    tree = open_tree(place)
+    splits = [split for split in tree.splits if config.split in ("all", split.split)]
+    if not splits:
+        there = ", ".join(split.split for split in tree.splits)
+        raise ValueError(f"{place} has no folder for --split {config.split}: leave it out (there is {there})")
+    said = [f"{split.split}: {len(split):,} images in {len(split.classes):,} folders" for split in splits]
+    if tree.others:
+        most = ", ".join(list(tree.others)[:5]) + (", …" if len(tree.others) > 5 else "")
+        said.append(f"left out, as not named as images: {sum(tree.others.values()):,} ({most})")
+    empty = [Problem("", None, folder, "empty", reason) for folder, reason in tree.empty]
+    return _Found(splits, empty, said)
 
 
 def _write(path: Path, problems: Sequence["Problem"]) -> None:

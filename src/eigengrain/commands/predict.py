@@ -11,23 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain.commands.checkpoint import fill
+from eigengrain.data.files import SUFFIXES, images_below, printable
 
 if TYPE_CHECKING:
-    from PIL import Image
     from rich.table import Table
     from torch import Tensor, device
 
     from eigengrain.models import CovarianceNet
 
-#: decoders that an image may reach; others of Pillow's run programs (EPS) or read from other files
-FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")
-#: names of the files that are taken from a folder
-SUFFIXES = (
-    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
-    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
-)
-#: a narrower image would become huge when its short side is resized to what the model takes
-MAX_ASPECT = 100
 #: rows of the table on the terminal
 SHOWN = 10
 
@@ -100,28 +91,12 @@ def find_images(places: Sequence[str]) -> tuple[list[str], list[Prediction]]:
     for place in places:
         # a file may have a name that reads as a pattern
         matches = sorted(glob(place, recursive=True)) if has_magic(place) and not os.path.exists(place) else [place]
-        found = [name for match in matches for name in (_images_inside(match) if os.path.isdir(match) else [match])]
+        found = [name for match in matches for name in (images_below(match) if os.path.isdir(match) else [match])]
         found = [name for name in found if os.path.lexists(name)]
         images |= dict.fromkeys(found)
         if not found:
             problems.append(Prediction(place, problem=_why_nothing(place)))
     return list(images), problems
-
-
-def _images_inside(folder: str) -> list[str]:
-    """Images in a folder and the folders in it; what is hidden is left out, linked folders are entered once."""
-    found: list[str] = []
-    entered: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
-        here = os.path.realpath(parent)
-        if here in entered:
-            folders.clear()
-            continue
-        entered.add(here)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        names = [name for name in sorted(names) if name.lower().endswith(SUFFIXES) and not name.startswith(".")]
-        found += [os.path.join(parent, name) for name in names]
-    return found
 
 
 def _why_nothing(place: str) -> str:
@@ -139,66 +114,6 @@ def _near(path: str) -> str:
     beside = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
     near = [repr(os.path.join(parent, n)) for n in get_close_matches(name, beside, n=2)]
     return f": did you mean {' or '.join(near)}?" if near else ""
-
-
-def read_image(path: str) -> "Image.Image":
-    """An image file as RGB, upright as its EXIF says; what a transparent pixel hides is shown, as in training.
-
-    Raises:
-        ValueError: with the reason in a few words, if the file is no image, damaged, or too large when unpacked.
-    """
-    from PIL import Image, UnidentifiedImageError
-
-    if not os.path.isfile(path):
-        raise ValueError("there is no such file" if not os.path.exists(path) else "not a plain file")
-    if os.path.getsize(path) == 0:
-        raise ValueError("the file is empty")
-    try:
-        with warnings.catch_warnings():
-            # large photos and odd metadata are worth no line; above twice Pillow's limit it raises
-            warnings.simplefilter("ignore")
-            Image.init()
-            with Image.open(path, formats=[kind for kind in FORMATS if kind in Image.OPEN]) as image:
-                _check_proportions(*image.size)
-                image.load()
-                return _rgb(_upright(image), sixteen_bits=image.mode == "I" and image.format in ("PNG", "PPM"))
-    except UnidentifiedImageError:
-        raise ValueError(f"not an image, or of a kind that is not read ({', '.join(FORMATS)})") from None
-    except Image.DecompressionBombError as error:
-        raise ValueError(f"refused: {error}") from None
-    except ValueError as error:
-        raise ValueError(str(error)) from None
-    except Exception as error:  # decoders fail in many ways on damaged files, and none of them should stop a run
-        if isinstance(error, OSError) and error.strerror:
-            raise ValueError(f"cannot be opened ({error.strerror})") from None
-        raise ValueError(f"damaged ({error or type(error).__name__})") from None
-
-
-def _check_proportions(width: int, height: int) -> None:
-    if max(width, height) > MAX_ASPECT * min(width, height):
-        raise ValueError(f"refused: {width} × {height} pixels, one side is more than {MAX_ASPECT} times the other")
-
-
-def _rgb(image: "Image.Image", sixteen_bits: bool) -> "Image.Image":
-    """RGB of whatever mode; ``sixteen_bits`` for images whose mode alone does not say that they have as many."""
-    if sixteen_bits or image.mode.startswith("I;16"):
-        import numpy as np
-        from PIL import Image
-
-        # Pillow's own conversion would clip what is above 255
-        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
-    if image.mode in ("I", "F"):
-        raise ValueError(f"pixels of mode {image.mode} have no fixed range: save the image with 8 or 16 bits")
-    return image.convert("RGB")
-
-
-def _upright(image: "Image.Image") -> "Image.Image":
-    from PIL import ImageOps
-
-    try:
-        return ImageOps.exif_transpose(image)
-    except Exception:  # damaged metadata of an image that is otherwise whole
-        return image
 
 
 def open_model(config: Predict) -> "CovarianceNet":
@@ -314,9 +229,11 @@ class _Images:
         return len(self.paths)
 
     def __getitem__(self, number: int) -> "Tensor | str":
+        from eigengrain.data.decode import ImageError, open_image
+
         try:
-            image = read_image(self.paths[number])
-        except ValueError as error:
+            image = open_image(self.paths[number])
+        except ImageError as error:
             return str(error)
         return self.transform(image)
 
@@ -372,7 +289,7 @@ def write_predictions(path: Path, predictions: Sequence[Prediction], topk: int) 
     for prediction in predictions:
         cells = [cell for name, p in prediction.classes for cell in (_no_formula(name, "'"), f"{p:.6f}")]
         cells += [""] * (2 * topk - len(cells))
-        rows.append([_no_formula(_plain(prediction.path), "./"), *cells, prediction.problem])
+        rows.append([_no_formula(printable(prediction.path), "./"), *cells, prediction.problem])
     # spreadsheets take a file without the mark for one in the local alphabet
     plain = all(cell.isascii() for row in rows for cell in row)
     with path.open("w", newline="", encoding="utf-8" if plain else "utf-8-sig") as file:
@@ -387,11 +304,6 @@ def _no_formula(text: str, prefix: str) -> str:
         ('./=1+1.jpg', 'wren')
     """
     return prefix + text if text.startswith(("=", "+", "-", "@", "\t", "\r")) else text
-
-
-def _plain(text: str) -> str:
-    """Text on one line, without control characters or bytes that are no letters."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 def table(predictions: Sequence[Prediction]) -> "Table":
@@ -410,7 +322,7 @@ def table(predictions: Sequence[Prediction]) -> "Table":
         (name, p), *others = prediction.classes
         rest = ", ".join(f"{other} {100 * q:.1f} %" for other, q in others[:1])
         shown = os.path.relpath(prediction.path, folder) if folder else prediction.path
-        view.add_row(escape(_plain(shown)), escape(_plain(name)), f"{100 * p:.1f} %", escape(_plain(rest)))
+        view.add_row(escape(printable(shown)), escape(printable(name)), f"{100 * p:.1f} %", escape(printable(rest)))
     return view
 
 
@@ -433,7 +345,7 @@ def run(config: Predict) -> int:
 
     paths, missing = find_images(config.images)
     if not paths:
-        raise ValueError("; ".join(f"{_plain(m.path)}: {m.problem}" for m in missing))
+        raise ValueError("; ".join(f"{printable(m.path)}: {m.problem}" for m in missing))
     import torch
 
     from eigengrain.runtime.display import progress_bar
@@ -476,5 +388,5 @@ def run(config: Predict) -> int:
         errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
         errors.print(f"{len(failed)} could not be read:")
         for prediction in failed:
-            errors.print(f"  {_plain(prediction.path)}: {_plain(prediction.problem)}")
+            errors.print(f"  {printable(prediction.path)}: {printable(prediction.problem)}")
     return 0 if named else 2

@@ -2,18 +2,19 @@
 
 import copy
 import logging
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.loader import Batches, Order
 from eigengrain.data.progress import tracked
 from eigengrain.data.randomness import derive
 from eigengrain.data.transforms import Pipeline, pixels_of
+from eigengrain.data.workers import Workers
 
 #: images that are decoded and sent to the device together
 _TOGETHER = 32
@@ -89,12 +90,12 @@ class DeviceCache(Batches):
     def _fill(self, wanted: list[int], workers: int, progress: bool) -> None:
         if not wanted:
             return
-        decoded = DataLoader(
+        decoded = Workers(
             _Prepared(self.dataset, self.pipeline),
+            _flat,
             batch_size=_TOGETHER,
             sampler=wanted,
             num_workers=workers,
-            collate_fn=_flat,
             generator=torch.Generator(),
         )
         title = f"decoding {self.dataset.name} ({self.dataset.split}) to {self.device}"
@@ -152,7 +153,7 @@ class _Prepared(Dataset[tuple[int, Tensor]]):
         return number, pixels_of(self.pipeline.prepare(self.dataset.image(number)))
 
 
-def _flat(samples: list[tuple[int, Tensor]]) -> tuple[list[int], list[Any], Tensor]:
+def _flat(samples: Sequence[tuple[int, Tensor]]) -> tuple[list[int], list[Any], Tensor]:
     """Numbers, shapes and all pixels in one row."""
     numbers, images = zip(*samples, strict=True)
     return list(numbers), [image.shape for image in images], torch.cat([image.flatten() for image in images])

@@ -18,20 +18,20 @@ _TOGETHER = 8
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one image.
+    """What is wrong with one image, or with a folder of images.
 
     Args:
         split: that it belongs to.
-        index: its number in the split.
+        index: its number in the split; None for a folder.
         path: its file.
-        kind: unreadable, truncated (which is unreadable too) or duplicate.
+        kind: unreadable, truncated (which is unreadable too), duplicate, or empty for a folder without images.
         reason: in a few words.
     """
 
     split: str
-    index: int
+    index: int | None
     path: str
-    kind: Literal["unreadable", "truncated", "duplicate"]
+    kind: Literal["unreadable", "truncated", "duplicate", "empty"]
     reason: str
 
 
@@ -77,7 +77,7 @@ def find_problems(
             for index, reason, digest in batch:
                 path = str(dataset.path(index) or f"image {index}")
                 if reason:
-                    cut = "truncated" in reason
+                    cut = "truncated" in reason.lower()
                     problems.append(Problem(dataset.split, index, path, "truncated" if cut else "unreadable", reason))
                 elif duplicates:
                     before, number = first_with.setdefault(digest, (dataset, index))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from eigengrain import _torchvision  # noqa: F401
 from eigengrain.data.catalogue import Entry, find_entry
-from eigengrain.data.decode import is_image_name
+from eigengrain.data.files import is_image_name
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error
 
@@ -67,7 +67,7 @@ def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
         said = [f"only {folders[part]} has {_few(extra)}" for part, extra in only.items() if extra]
         raise ValueError(
             f"{entry.name}: the classes differ: {len(names['train'])} for training, {len(names['test'])} for test; "
-            f"{'; '.join(said)}"
+            f"{'; '.join(said)}: give each class a folder in both"
         )
     from torchvision.datasets.folder import make_dataset
 
@@ -117,8 +117,7 @@ def _class_folders(folder: Path) -> list[str]:
 
 
 def _is_image(path: str) -> bool:
-    name = Path(path).name
-    return is_image_name(name) and not name.startswith(".")
+    return is_image_name(Path(path).name)
 
 
 def _few(names: list[str]) -> str:

@@ -14,7 +14,7 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from eigengrain.data.decode import decode
+from eigengrain.data.decode import ImageError, decode
 from eigengrain.data.randomness import seeded
 
 Box = tuple[float, float, float, float]
@@ -88,7 +88,7 @@ class ImageSet(Dataset[tuple[Any, int]]):
         """The image of a sample: RGB, upright as its EXIF says.
 
         Raises:
-            ValueError: with the path and the reason, if it cannot be read.
+            ImageError: with the path and the reason, if it cannot be read.
         """
         if self._files is None:
             raise NotImplementedError(f"{type(self).__name__} has no files: it must override image()")
@@ -196,12 +196,12 @@ def stack(samples: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
     """Samples to a batch: (B, C, H, W) images and (B,) labels.
 
     Raises:
-        ValueError: if they are no tensors, or differ in size.
+        ImageError: if they are no tensors, or differ in size.
     """
     images = [image for image, _ in samples]
     if not all(isinstance(image, Tensor) for image in images):
-        raise ValueError(f"a batch needs tensors, got {type(images[0]).__name__}: set the data set's transform")
+        raise ImageError(f"a batch needs tensors, got {type(images[0]).__name__}: set the data set's transform")
     sizes = sorted({tuple(image.shape) for image in images})
     if len(sizes) > 1:
-        raise ValueError(f"the images of a batch differ in size, {sizes[0]} and {sizes[-1]}: use a transform that crops")
+        raise ImageError(f"the images of a batch differ in size, {sizes[0]} and {sizes[-1]}: use a transform that crops")
     return default_collate(images), torch.tensor([label for _, label in samples])

@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from eigengrain.data.imageset import ImageSet, stack
 from eigengrain.data.randomness import derive
+from eigengrain.data.workers import Workers
 
 
 class Order:
@@ -172,11 +173,11 @@ class Loader(Batches):
         if workers < 0:
             raise ValueError(f"workers must be at least 0, got {workers}")
         self.dataset, self.order = dataset, order
-        self._batches = DataLoader(
+        self._batches = Workers(
             _OfEpoch(dataset),
-            batch_sampler=_Numbered(order),  # type: ignore[arg-type]
+            stack,
+            batch_sampler=_Numbered(order),
             num_workers=workers,
-            collate_fn=stack,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             # its own, so that starting an epoch draws nothing from the generator that the model uses

@@ -188,7 +188,8 @@ def share_over_area(maps: Tensor, mask: Tensor) -> Tensor:
         >>> share_over_area(torch.ones(1, 4, 4), torch.eye(4)[None] > 0).item()
         1.0
     """
-    return energy_inside(maps, mask) / _plain(mask).flatten(1).mean(1)
+    energy = energy_inside(maps, mask)
+    return energy / _plain(mask).flatten(1).mean(1).to(energy.device)
 
 
 def pointing_hit(maps: Tensor, mask: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ MPN-COV, iSQRT-COV, MPA, MTP and the log-covariance of DeepO2P, each with and wi
 ablations of the paper are settings of this one head.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -176,6 +176,39 @@ class CovarianceHead(Head):
             self._record(eigh(p.detach()).values)
         q = isqrt_covariance(x, self.steps) if iterated else NORMALISATIONS[self.normalise](self, p)
         return q * self._scale(p, q) if self.seb else q
+
+    @torch.no_grad()
+    def forward_subsets(self, x: Tensor, subsets: Sequence[EigenSubset | str]) -> list[Tensor]:
+        """What :meth:`forward` gives with each of several subsets, from one decomposition where that is possible.
+
+        Args:
+            x: feature map, (B, in_channels, H, W).
+            subsets: such as ``["all", "top:206"]``.
+
+        Returns:
+            vectors (B, out_features) without gradient, one a subset.
+
+        Raises:
+            ValueError: for a subset that does not fit.
+        """
+        reduced = self.reduce(x)
+        if self.normalise != "sqrt" or (self.seb and (self.factor != "qs" or self.path != "both")):
+            return [self._with_subset(reduced, subset) for subset in subsets]
+        values, vectors = eigh(covariance(reduced, dtype=torch.float64))
+        rounding = self.channels * torch.finfo(values.dtype).eps * values[:, :1]
+        values = torch.where(values > rounding, values, 0.0)
+        root = values.sqrt() * (1 + qs_and_slope(values)[0].unsqueeze(-1) if self.seb else 1)
+        masks = [EigenSubset.parse(subset).mask(self.channels, x.device) for subset in subsets]
+        matrices = [(vectors * (root * mask).unsqueeze(-2)) @ vectors.mT for mask in masks]
+        return [triu_vector(a, isometric=self.isometric).to(output_dtype(x)) for a in matrices]
+
+    def _with_subset(self, reduced: Tensor, subset: EigenSubset | str) -> Tensor:
+        before = self.subset
+        self.subset = EigenSubset.parse(subset)
+        try:
+            return self.pool(reduced)
+        finally:
+            self.subset = before
 
     def _scale(self, p: Tensor, q: Tensor) -> Tensor:
         """What multiplies f(P), (B, 1, 1)."""

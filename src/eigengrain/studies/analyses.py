@@ -20,7 +20,7 @@ QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 EDGES = [-12 + 0.25 * k for k in range(65)]
 
 
-#: at least so many test images, evenly spaced, for what costs several passes a picture
+#: so many test images at most, evenly spaced, for what costs several passes a picture
 SURVEYED = 2000
 
 
@@ -97,8 +97,8 @@ def similarity(trained: Trained) -> dict[str, Any]:
     from eigengrain.explain.survey import image_batches, survey  # needs captum
 
     _, large, _, small, *_ = subsets_of(trained.model.head.channels)
-    every = max(len(trained.images) // SURVEYED, 1)
-    images = trained.images.subset(range(0, len(trained.images), every))
+    count = min(len(trained.images), SURVEYED)
+    images = trained.images.subset([k * len(trained.images) // count for k in range(count)])
     rows: list[dict[str, Any]] = []
     for cut in ("exact", "projector"):
         result = survey(

@@ -72,7 +72,8 @@ def read_record(folder: Path, job: Job) -> Record | None:
         raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
     if changed:
         raise ValueError(
-            f"{path} is of a run with other options ({', '.join(changed[:5])}): remove it to run again, or choose another --out"
+            f"{path} is of a run with other options ({', '.join(changed[:5])}): remove it to run again, or choose another "
+            "--out"
         )
     return record
 
@@ -154,15 +155,20 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
         }
     else:
         record = known
+    _write(record, folder)  # whatever an analysis comes to, the training is not lost
     missing = [name for name in job.analyses if name not in record["analyses"]]
     if missing:
         trained = _trained(config, sources, out / "model")
         for name in missing:
             record["analyses"][name] = ANALYSES[name](trained)
+            _write(record, folder)
+    return record
+
+
+def _write(record: Record, folder: Path) -> None:
     (folder / "records").mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1) + "\n"
-    write_atomically(folder / "records" / f"{job.name}.json", lambda file: file.write(text.encode()))
-    return record
+    write_atomically(folder / "records" / f"{record['name']}.json", lambda file: file.write(text.encode()))
 
 
 def _missing(job: Job, record: Record | None) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
+from timm.layers import convert_sync_batchnorm
 from timm.scheduler.scheduler import Scheduler
 from timm.utils import ModelEmaV3
 from torch import nn
@@ -108,7 +109,7 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     if config.sync_bn and process.many:
         if process.device.type != "cuda":
             raise ValueError("--sync_bn needs CUDA devices: leave it out on the CPU")
-        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)
+        model = convert_sync_batchnorm(model)  # timm's, which keeps the activations of its own normalisations
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

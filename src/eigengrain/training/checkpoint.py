@@ -35,8 +35,18 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
         _sync_folder(path.parent)
     except (OSError, RuntimeError) as error:  # torch's writer reports a full disk as a RuntimeError
         kept = "the one before it is unharmed" if path.exists() else "nothing was there before"
-        reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
-        raise CheckpointError(f"cannot write {path} ({reason}): {kept}; free some space or choose another --out") from error
+        said = f"cannot write {path} ({_reason(error)}): {kept}; free some space or choose another --out"
+        raise CheckpointError(said) from error
+
+
+def _reason(error: BaseException) -> str:
+    """The system's own word; torch's writer puts a complaint about its position in front of it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).splitlines()[0]
 
 
 def _sync_folder(folder: Path) -> None:

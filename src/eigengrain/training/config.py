@@ -167,8 +167,8 @@ class Train:
         ema: decay of averaged weights, such as 0.999, which are then the ones that are evaluated and kept; null for none.
         channels_last: the memory layout that half precision likes.
         compile: compile the backbone with torch.compile.
-        cuda_graphs: record the kernels of the backbone at the first batch and launch them together from then on, which small
-            batches gain from; for one process without gradient accumulation. The results are the same to the bit.
+        cuda_graphs: record the kernels of the backbone at the first batch and launch them together from then on, which
+            small batches gain from; for one process without gradient accumulation. The results are the same to the bit.
         sync_bn: share batch statistics between processes.
         cache: device keeps all images, decoded, in the memory of the device; none reads files every epoch.
         check_images: open all files once before training starts, and list those that cannot be read.

@@ -1,5 +1,6 @@
 """Several processes as one: started by torchrun, one a device, or none of it."""
 
+import atexit
 import os
 import random
 from collections.abc import Iterator
@@ -71,6 +72,13 @@ class Process:
             dist.barrier()
 
 
+#: Groups that were left, kept until the interpreter exits. A group ends when nobody holds it any more, and its end waits
+#: for gloo's threads, which need Python's lock to let go of a tensor. Python's own handle on the group hands the lock over
+#: while it waits. A DistributedDataParallel does not, so it must never be the last to hold a group, or both wait for ever.
+_left: list[Any] = []
+atexit.register(_left.clear)
+
+
 @contextmanager
 def join(device: str) -> Iterator[Process]:
     """This process; where torchrun started several, they find each other (gloo on the CPU, NCCL on CUDA).
@@ -92,6 +100,7 @@ def join(device: str) -> Iterator[Process]:
     try:
         yield Process(chosen, dist.get_rank(), world_size)
     finally:
+        _left.append(dist.group.WORLD)
         dist.destroy_process_group()
 
 

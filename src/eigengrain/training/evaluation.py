@@ -96,6 +96,16 @@ def eigenvalue_subset(model: CovarianceNet, subset: str) -> Iterator[None]:
         head.subset = before
 
 
+def _vectors(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> list[Tensor]:
+    """The vectors of a feature map, one a subset; the covariance is decomposed once."""
+    if list(subsets) == ["own"]:
+        return [model.forward_head(features, pre_logits=True)]
+    head: Any = model.head
+    chosen = [head.subset if subset == "own" else subset for subset in subsets]
+    vectors: list[Tensor] = head.forward_subsets(features, chosen)
+    return vectors
+
+
 @torch.inference_mode()
 def evaluate(
     model: CovarianceNet,
@@ -149,9 +159,9 @@ def evaluate(
                 images = images.contiguous(memory_format=torch.channels_last)
             maps = [net.features(view) for view in ((images, images.flip(-1)) if flip else (images,))]
             count += torch.bincount(labels, minlength=classes)
-            for row, subset in enumerate(subsets):
-                with eigenvalue_subset(model, subset):
-                    views = [model.forward_head(features).double().log_softmax(-1) for features in maps]
+            vectors = [_vectors(model, features, subsets) for features in maps]
+            for row in range(len(subsets)):
+                views = [model.classifier(view[row]).double().log_softmax(-1) for view in vectors]
                 scores = torch.stack(views).logsumexp(0) - torch.tensor(float(len(views))).log()
                 best = scores.topk(min(5, classes), dim=-1).indices
                 correct[row] += torch.bincount(labels[best[:, 0] == labels], minlength=classes)

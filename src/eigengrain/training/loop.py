@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from rich.console import Console
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -300,7 +301,7 @@ def _look(
             )
             raise DivergedError(
                 f"the loss is {loss} in epoch {progress.epoch + 1} at batch {place + 1} of {total}: lower --optimiser.lr, "
-                f"add --schedule.warmup_epochs or --clip_grad; {kept}"
+                f"add --schedule.warmup_epochs or --clip_grad, and choose another --out; {kept}"
             )
         meter.loss += loss
         meter.batches += 1
@@ -397,5 +398,8 @@ def _write_model(model: CovarianceNet, folder: Path) -> None:
         save_pretrained(model, temporary)
         shutil.rmtree(folder, ignore_errors=True)
         temporary.rename(folder)
-    except OSError as error:
-        raise CheckpointError(f"cannot write the model to {folder} ({error.strerror}): {LAST} holds its weights") from error
+    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise CheckpointError(
+            f"cannot write the model to {folder} ({error}): {LAST} holds its weights; free some space, then --resume"
+        ) from error

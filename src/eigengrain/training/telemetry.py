@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengrain.training.checkpoint import write_atomically
+from eigengrain.training.checkpoint import CheckpointError, write_atomically
 
 #: eigenvalues that count as the last ones, of 100 or more; below that, a fifth of all
 LAST = 50
@@ -114,10 +114,19 @@ class Summary:
         write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        with self.path.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
-            writer.writerow({name: _number(row.get(name)) for name in COLUMNS})
-            file.flush()
+        """One more row.
+
+        Raises:
+            CheckpointError: if it could not be written; a continued run writes it again.
+        """
+        try:
+            with self.path.open("a", newline="", encoding="utf-8") as file:
+                writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
+                writer.writerow({name: _number(row.get(name)) for name in COLUMNS})
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write {self.path} ({error.strerror}): free some space and go on with --resume"
+            ) from error
 
 
 def _number(value: Any) -> str:

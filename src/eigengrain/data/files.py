@@ -1,0 +1,53 @@
+"""Which files are images, by their names; none is opened. No torch and no Pillow here."""
+
+import os
+from collections.abc import Iterator
+
+#: how the names of image files end
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
+)
+
+
+def is_image_name(name: str) -> bool:
+    """Whether a file's name ends as an image's; hidden files are none.
+
+    Example:
+        >>> is_image_name("a.JPEG"), is_image_name("notes.txt"), is_image_name("._a.jpg")
+        (True, False, False)
+    """
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def images_below(folder: str) -> list[str]:
+    """Image files in a folder and the folders in it.
+
+    Example:
+        >>> images_below("no/such/folder")
+        []
+    """
+    return [os.path.join(parent, name) for parent, names in walk(folder) for name in names if is_image_name(name)]
+
+
+def walk(folder: str) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those in it, each with the names of its files; what is hidden is left out, links are entered once."""
+    entered: set[str] = set()
+    for parent, folders, names in os.walk(folder, followlinks=True):
+        here = os.path.realpath(parent)
+        if here in entered:
+            folders.clear()
+            continue
+        entered.add(here)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield parent, sorted(name for name in names if not name.startswith("."))
+
+
+def printable(path: str) -> str:
+    r"""A path for reading: on one line, without control characters or bytes that are no letters.
+
+    Example:
+        >>> print(printable("two\nlines.png"))
+        two\nlines.png
+    """
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)

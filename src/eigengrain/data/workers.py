@@ -1,0 +1,69 @@
+"""Work in other processes that speaks as if it were done in this one."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch.utils.data import DataLoader, Dataset
+
+from eigengrain.data.decode import ImageError
+
+
+class Workers:
+    """A DataLoader in which an :class:`~eigengrain.data.decode.ImageError` reaches the caller as it was raised.
+
+    torch's own loader puts the traceback of the worker process into the message, and a user who has one bad file is shown
+    a page of code. Other errors are left as they are: they are mistakes in code, and the page is what one needs.
+
+    Args:
+        dataset: of samples.
+        collate: samples to a batch.
+        options: of the DataLoader.
+    """
+
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Sequence[Any]], Any], **options: Any):
+        self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), collate_fn=_Collate(collate), **options)
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._raised(iter(self._loader))  # the workers start now, not at the first batch
+
+    @staticmethod
+    def _raised(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if isinstance(batch, ImageError):
+                raise batch
+            yield batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
+class _Answers(Dataset[Any]):
+    """Samples, or the errors in their place."""
+
+    def __init__(self, dataset: Dataset[Any]):
+        self.dataset = dataset
+
+    def __getitem__(self, key: Any) -> Any:
+        try:
+            return self.dataset[key]
+        except ImageError as error:
+            return error
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]
+
+
+class _Collate:
+    """Batches, or the first error in their place."""
+
+    def __init__(self, collate: Callable[[Sequence[Any]], Any]):
+        self.collate = collate
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        for sample in samples:
+            if isinstance(sample, ImageError):
+                return sample
+        try:
+            return self.collate(samples)
+        except ImageError as error:
+            return error

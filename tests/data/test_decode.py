@@ -1,0 +1,161 @@
+"""One way to open an image: upright, RGB, and a reason in one line for every file that cannot be."""
+
+import os
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from eigengrain.data import ImageSet, decode
+from eigengrain.data.decode import open_image
+from eigengrain.data.files import images_below
+
+
+def photo(path, size=(60, 50), mode="RGB", **options):
+    """A blocky random picture, smooth enough for every format."""
+    blocks = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    image = Image.fromarray(blocks).resize(size, Image.Resampling.NEAREST).convert(mode)
+    image.save(path, **options)
+    return image
+
+
+#: where the pixel at (row, column) of a stored image of H × W is seen, by EXIF's number
+SEEN_AT = {
+    1: lambda r, c, h, w: (r, c),
+    2: lambda r, c, h, w: (r, w - 1 - c),
+    3: lambda r, c, h, w: (h - 1 - r, w - 1 - c),
+    4: lambda r, c, h, w: (h - 1 - r, c),
+    5: lambda r, c, h, w: (c, r),
+    6: lambda r, c, h, w: (c, h - 1 - r),
+    7: lambda r, c, h, w: (w - 1 - c, h - 1 - r),
+    8: lambda r, c, h, w: (w - 1 - c, r),
+}
+
+
+@pytest.mark.parametrize("name", ["turned.png", "turned.tif", "turned.jpg", "turned.webp"])
+@pytest.mark.parametrize("orientation", list(SEEN_AT))
+def test_every_orientation_of_the_camera(tmp_path, name, orientation):
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    options = {"turned.jpg": {"quality": 95}, "turned.webp": {"lossless": True}}.get(name, {})
+    stored = np.asarray(photo(tmp_path / name, exif=exif, **options)).astype(int)
+    h, w = stored.shape[:2]
+    expected = np.zeros((w, h, 3) if orientation > 4 else (h, w, 3), int)
+    for r in range(h):
+        for c in range(w):
+            expected[SEEN_AT[orientation](r, c, h, w)] = stored[r, c]
+    image = open_image(tmp_path / name)
+    assert image.size == expected.shape[1::-1]
+    assert np.abs(np.asarray(image) - expected).mean() <= (8 if name.endswith("jpg") else 0)
+
+
+def test_damaged_metadata_of_a_whole_image(tmp_path):
+    stored = photo(tmp_path / "a.png", exif=b"Exif\0\0MM\0*\0\0\0\x08\0\x05garbage")
+    assert np.array_equal(np.asarray(open_image(tmp_path / "a.png")), np.asarray(stored))
+
+
+@pytest.mark.parametrize(
+    "mode, suffix", [("L", "png"), ("P", "png"), ("P", "gif"), ("1", "png"), ("CMYK", "jpg"), ("LA", "png"), ("L", "pgm")]
+)
+def test_other_modes_become_rgb(tmp_path, mode, suffix):
+    path = tmp_path / f"image.{suffix}"
+    stored = photo(path, mode=mode)
+    image = open_image(str(path))
+    assert image.mode == "RGB"
+    assert image.size == (60, 50)
+    difference = np.asarray(image).astype(int) - np.asarray(stored.convert("RGB")).astype(int)
+    assert np.abs(difference).mean() < (10 if suffix == "jpg" else 1e-9)
+
+
+def test_transparent_and_16_bit_images(tmp_path):
+    colours = np.random.default_rng(0).integers(0, 256, (9, 8, 4), dtype=np.uint8)
+    Image.fromarray(colours).save(tmp_path / "rgba.png")
+    assert np.array_equal(np.asarray(open_image(tmp_path / "rgba.png")), colours[..., :3])
+    deep = (np.arange(256, dtype=np.uint16) * 256 + 77).reshape(16, 16)  # the upper 8 bits count from 0 to 255
+    for name in ("deep.png", "deep.tif", "deep.pgm"):
+        Image.fromarray(deep).save(tmp_path / name)
+        assert np.array_equal(np.asarray(open_image(tmp_path / name))[..., 0], np.arange(256).reshape(16, 16))
+
+
+def test_a_pillow_without_one_of_the_formats(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "FORMATS", ("NOT-BUILT-IN", "PNG"))
+    photo(tmp_path / "a.png")
+    assert open_image(tmp_path / "a.png").size == (60, 50)
+    photo(tmp_path / "a.jpg")
+    with pytest.raises(ValueError, match=r"not an image, or of a kind that is not read \(NOT-BUILT-IN, PNG\)"):
+        open_image(tmp_path / "a.jpg")
+
+
+def test_a_file_that_may_not_be_read(tmp_path, monkeypatch):
+    photo(tmp_path / "a.png")
+
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Image, "open", denied)
+    with pytest.raises(ValueError, match=r"^cannot be opened \(Permission denied\)$"):
+        open_image(tmp_path / "a.png")
+
+
+def claims(path, width, height):
+    """A PNG of a few bytes that says it has many pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b""))
+
+
+def cut(path):
+    photo(path)
+    path.write_bytes(path.read_bytes()[:-200])
+
+
+@pytest.mark.parametrize(
+    ("name", "make", "reason"),
+    [
+        ("gone.png", lambda path: path.symlink_to("nowhere.png"), "there is no such file"),
+        ("folder.png", lambda path: path.mkdir(), "not a plain file"),
+        ("pipe.png", os.mkfifo, "not a plain file"),  # opening it would wait for ever
+        ("empty.jpg", lambda path: path.touch(), "the file is empty"),
+        ("text.png", lambda path: path.write_text("no image"), "not an image, or of a kind that is not read (AVIF, BMP,"),
+        ("cut.jpg", cut, "damaged (image file is truncated"),
+        ("cut.webp", cut, "damaged ("),
+        ("huge.png", lambda path: claims(path, 50_000, 50_000), "refused: Image size (2500000000 pixels) exceeds"),
+        ("narrow.png", lambda path: claims(path, 20_000, 1), "refused: 20000 × 1 pixels, one side is more than 100 times"),
+        (
+            "float.tif",
+            lambda path: Image.fromarray(np.zeros((8, 8), dtype=np.float32)).save(path),
+            "pixels of mode F have no fixed range: save the image with 8 or 16 bits",
+        ),
+    ],
+    ids=lambda value: value if str(value).count(".") == 1 and " " not in str(value) else "",
+)
+def test_what_cannot_be_read_is_said_in_one_line(tmp_path, name, make, reason):
+    path = tmp_path / name
+    make(path)
+    with pytest.raises(ValueError) as error:
+        open_image(path)
+    assert str(error.value).startswith(reason)
+    assert "\n" not in str(error.value)
+    with pytest.raises(ValueError) as error:  # in a data set, the path stands in front
+        ImageSet("x", "train", ["a"], [0], [path])[0]
+    assert str(error.value).startswith(f"{path}: {reason}")
+
+
+def test_drawings_reach_no_interpreter(tmp_path):
+    (tmp_path / "a.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    with pytest.raises(ValueError, match="not an image"):
+        open_image(tmp_path / "a.jpg")
+
+
+def test_images_below_a_folder(tmp_path):
+    for name in ("b/2.JPG", "b/1.png", "a.webp", "notes.txt", ".hidden.png", "._a.jpg", ".cache/x.png", "c/d/e.jp2"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "b" / "round").symlink_to(tmp_path)
+    found = [os.path.relpath(path, tmp_path) for path in images_below(str(tmp_path))]
+    assert found == ["a.webp", "b/1.png", "b/2.JPG", "c/d/e.jp2"]
