@@ -5,7 +5,8 @@ import pytest
 import eigengrain as eg
 
 FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs debug spectral_function ScalarFunction
-matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance scaling_factor newton_schulz isqrt_covariance quintic_sqrt
+matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance sqrt_covariance_of_subsets scaling_factor newton_schulz
+isqrt_covariance quintic_sqrt
 mtp_sqrt mpa_sqrt EigenSubset GradientRule BACKENDS GRADIENTS SOLVERS""".split()
 
 

@@ -258,36 +258,87 @@ def _at_features(request: _Request, features: Tensor) -> tuple[_Maps, dict[str, 
         with torch.no_grad():
             targets = model.forward_head(leaf).argmax(1)
 
+    shared = isinstance(head, CovarianceHead) and head.learned_factor is None
     gradients: _Maps = {rule: {} for rule in request.rules}
     eigenvalues: Tensor | None = None
-    for name in names:
-        subset, seen = request.subsets[name], switch.rectifiers
-        _keep(head, subset, request.cut)
-        if isinstance(head, CovarianceHead):
-            head.record_spectrum = eigenvalues is None and not subset.covers(head.channels)
-        with request.watched():
-            output = model.forward_head(leaf, pre_logits=request.by_norm)
-        if isinstance(head, CovarianceHead) and head.record_spectrum and head.last_spectrum is not None:
-            eigenvalues = head.last_spectrum.eigenvalues
-        if request.special and name == names[0]:
-            switch.require_rectifiers(request.special, features, output)
-        if targets is None:
-            targets = output.argmax(1)
-        scores = output.norm(dim=1) if request.by_norm else output.gather(1, targets[:, None]).squeeze(1)
-        # a head without rectifiers has one gradient for all rules
-        rules = request.rules if switch.rectifiers > seen else request.rules[:1]
-        for rule, last in _marked(rules):
-            switch.rule = rule
-            (gradients[rule][name],) = torch.autograd.grad(scores.sum(), leaf, retain_graph=not last)
-        for rule in request.rules[len(rules) :]:
-            gradients[rule][name] = gradients[rules[0]][name]
-
-    assert targets is not None
+    if shared:
+        model.warn_of_short_rank(leaf)
+        targets, eigenvalues = _through_one_decomposition(request, features, leaf, names, targets, gradients)
+    else:
+        targets = _through_each_head(request, features, leaf, names, targets, gradients)
     uncut = torch.full((len(leaf),), float("inf"), device=leaf.device)
     gaps = {
         name: uncut if eigenvalues is None else subset.relative_gap(eigenvalues) for name, subset in request.subsets.items()
     }
     return gradients, gaps, targets
+
+
+def _through_one_decomposition(
+    request: _Request, features: Tensor, leaf: Tensor, names: list[str], targets: Tensor | None, gradients: _Maps
+) -> tuple[Tensor, Tensor]:
+    """Gradients for a head whose rectifiers are in its reduction alone; its covariance is decomposed once for all.
+
+    Returns:
+        the classes, and the eigenvalues.
+    """
+    model, switch = request.model, request.switch
+    head = model.head
+    assert isinstance(head, CovarianceHead)
+    seen = switch.rectifiers
+    with request.watched():
+        reduced = head.reduce(leaf)
+    rules = request.rules if switch.rectifiers > seen else request.rules[:1]
+    pooled = reduced.detach().requires_grad_()
+    vectors, eigenvalues = head.pool_subsets(pooled, [request.subsets[name] for name in names], request.cut)
+    for vector, (name, last_subset) in zip(vectors, _marked(names), strict=True):
+        output = model.forward_vector(vector, pre_logits=request.by_norm)
+        if request.special and name == names[0]:
+            switch.require_rectifiers(request.special, features, reduced, output)
+        if targets is None:
+            targets = output.argmax(1)
+        (at_reduced,) = torch.autograd.grad(_scores(request, output, targets).sum(), pooled)
+        for rule, last_rule in _marked(rules):
+            switch.rule = rule
+            if reduced.grad_fn is None:  # no reduction: the leaf itself
+                gradients[rule][name] = at_reduced
+            else:
+                retain = not (last_subset and last_rule)
+                (gradients[rule][name],) = torch.autograd.grad(reduced, leaf, at_reduced, retain_graph=retain)
+        for rule in request.rules[len(rules) :]:
+            gradients[rule][name] = gradients[rules[0]][name]
+    assert targets is not None
+    return targets, eigenvalues
+
+
+def _through_each_head(
+    request: _Request, features: Tensor, leaf: Tensor, names: list[str], targets: Tensor | None, gradients: _Maps
+) -> Tensor:
+    """Gradients for any other head, by a pass of the whole head a subset. Returns the classes."""
+    model, switch = request.model, request.switch
+    for name in names:
+        seen = switch.rectifiers
+        _keep(model.head, request.subsets[name], request.cut)
+        with request.watched():
+            output = model.forward_head(leaf, pre_logits=request.by_norm)
+        if request.special and name == names[0]:
+            switch.require_rectifiers(request.special, features, output)
+        if targets is None:
+            targets = output.argmax(1)
+        scores = _scores(request, output, targets).sum()
+        # a head without rectifiers has one gradient for all rules
+        rules = request.rules if switch.rectifiers > seen else request.rules[:1]
+        for rule, last in _marked(rules):
+            switch.rule = rule
+            (gradients[rule][name],) = torch.autograd.grad(scores, leaf, retain_graph=not last)
+        for rule in request.rules[len(rules) :]:
+            gradients[rule][name] = gradients[rules[0]][name]
+    assert targets is not None
+    return targets
+
+
+def _scores(request: _Request, output: Tensor, targets: Tensor) -> Tensor:
+    """What is differentiated, (B,)."""
+    return output.norm(dim=1) if request.by_norm else output.gather(1, targets[:, None]).squeeze(1)
 
 
 def _at_images(request: _Request, images: Tensor, features: Tensor, gradients: _Maps) -> _Maps:

@@ -7,7 +7,7 @@ from eigengrain.functional._monitor import debug, solver_repairs
 from eigengrain.functional._product_layer import isqrt_covariance
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
 from eigengrain.functional.eigen import BACKENDS, Eigh, eigh
-from eigengrain.functional.fused import SOLVERS, sqrt_covariance
+from eigengrain.functional.fused import SOLVERS, sqrt_covariance, sqrt_covariance_of_subsets
 from eigengrain.functional.iterative import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
 from eigengrain.functional.rules import GRADIENTS, GradientRule
 from eigengrain.functional.scalar import ScalarFunction
@@ -46,5 +46,6 @@ __all__ = [
     "solver_repairs",
     "spectral_function",
     "sqrt_covariance",
+    "sqrt_covariance_of_subsets",
     "triu_vector",
 ]

@@ -12,6 +12,7 @@ with the rows of :math:`V^T` of unit length, zero where σ is null.
 """
 
 import math
+from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, overload
 
 import torch
@@ -312,17 +313,61 @@ def sqrt_covariance(
     if rule.name != "exact":
         return _by_rule(x, seb, chosen, cut, rule, return_eigenvalues)
 
+    [q], eigenvalues = _roots(x, [chosen], seb, cut, solver, dtype)
+    return (q, eigenvalues) if return_eigenvalues else q
+
+
+def _roots(
+    x: Tensor, subsets: Sequence[EigenSubset], seb: bool, cut: Cut, solver: str, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """Q or A of each subset from one factorisation, and the eigenvalues (B, d)."""
+    d = x.shape[1]
     xc = centre(x.detach(), dtype)
     with full_precision(xc):
         u, sigma, vt = _FACTORS[solver](xc)
-    mask = chosen.mask(d, xc.device)[: sigma.shape[-1]]  # what lies beyond r is null and contributes nothing
-    keep = mask.to(xc.dtype) if chosen.covers(d) else mask
-    thin_cut = cut == "projector" and not chosen.keeps(mask.shape[-1], d)
-    q: Tensor = _Root.apply(x, graph_token(x), u, sigma, vt, keep, cut, seb, thin_cut)
-    q = q.to(x.device, output_dtype(x))
-    if not return_eigenvalues:
-        return q
-    return q, torch.nn.functional.pad(sigma.square(), (0, d - sigma.shape[-1])).to(q)
+    rank = sigma.shape[-1]
+    token, found = graph_token(x), []
+    for chosen in subsets:
+        mask = chosen.mask(d, xc.device)[:rank]  # what lies beyond r is null and contributes nothing
+        keep = mask.to(xc.dtype) if chosen.covers(d) else mask
+        thin_cut = cut == "projector" and not chosen.keeps(rank, d)
+        q: Tensor = _Root.apply(x, token, u, sigma, vt, keep, cut, seb, thin_cut)
+        found.append(q.to(x.device, output_dtype(x)))
+    return found, torch.nn.functional.pad(sigma.square(), (0, d - rank)).to(found[0])
+
+
+def sqrt_covariance_of_subsets(
+    x: Tensor, subsets: Sequence[EigenSubset | str], seb: bool = False, cut: Cut = "exact", solver: str = "auto"
+) -> tuple[list[Tensor], Tensor]:
+    """:func:`sqrt_covariance` of several eigenvalue subsets, which share one decomposition.
+
+    Args:
+        x: features, (B, C, H, W) or (B, C, N).
+        subsets: at least one.
+        seb: return A instead of Q.
+        cut: how a cut spectrum is differentiated.
+        solver: ``auto``, ``eigh``, ``gram`` or ``svd``.
+
+    Returns:
+        a matrix (B, C, C) for each subset, with gradient, and the eigenvalues (B, C), descending, without.
+
+    Raises:
+        ValueError: for a shape, subset or option that does not fit.
+
+    Example:
+        >>> x = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]])
+        >>> (whole, rest), eigenvalues = sqrt_covariance_of_subsets(x, ["all", "last:1"])
+        >>> whole[0, 0, 0].item() > 1, rest.abs().max().item(), eigenvalues
+        (True, 0.0, tensor([[2.6667, 0.0000]]))
+    """
+    check_features(x, "sqrt_covariance_of_subsets")
+    check_cut(cut)
+    if not subsets:
+        raise ValueError("sqrt_covariance_of_subsets expects at least one subset, such as 'all'")
+    solver = _choose_solver(solver, x, torch.float64, products_will_do=False)
+    if solver == "products":
+        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+    return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, torch.float64)
 
 
 def _by_products(

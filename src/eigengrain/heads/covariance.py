@@ -24,6 +24,7 @@ from eigengrain.functional import (
     newton_schulz,
     scaling_factor,
     sqrt_covariance,
+    sqrt_covariance_of_subsets,
     triu_vector,
 )
 from eigengrain.functional._inputs import output_dtype
@@ -177,38 +178,38 @@ class CovarianceHead(Head):
         q = isqrt_covariance(x, self.steps) if iterated else NORMALISATIONS[self.normalise](self, p)
         return q * self._scale(p, q) if self.seb else q
 
-    @torch.no_grad()
-    def forward_subsets(self, x: Tensor, subsets: Sequence[EigenSubset | str]) -> list[Tensor]:
-        """What :meth:`forward` gives with each of several subsets, from one decomposition where that is possible.
+    def pool_subsets(
+        self, reduced: Tensor, subsets: Sequence[EigenSubset | str], cut: str | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """What :meth:`pool` gives with each of several subsets, from one decomposition where that is possible.
 
         Args:
-            x: feature map, (B, in_channels, H, W).
+            reduced: feature map after the reduction, (B, channels, H, W).
             subsets: such as ``["all", "top:206"]``.
+            cut: how a cut spectrum is differentiated; the head's own by default.
 
         Returns:
-            vectors (B, out_features) without gradient, one a subset.
+            vectors (B, out_features), one a subset, and the eigenvalues of the covariance (B, channels), descending.
 
         Raises:
             ValueError: for a subset that does not fit.
         """
-        reduced = self.reduce(x)
-        if self.normalise != "sqrt" or (self.seb and (self.factor != "qs" or self.path != "both")):
-            return [self._with_subset(reduced, subset) for subset in subsets]
-        values, vectors = eigh(covariance(reduced, dtype=torch.float64))
-        rounding = self.channels * torch.finfo(values.dtype).eps * values[:, :1]
-        values = torch.where(values > rounding, values, 0.0)
-        root = values.sqrt() * (1 + qs_and_slope(values)[0].unsqueeze(-1) if self.seb else 1)
-        masks = [EigenSubset.parse(subset).mask(self.channels, x.device) for subset in subsets]
-        matrices = [(vectors * (root * mask).unsqueeze(-2)) @ vectors.mT for mask in masks]
-        return [triu_vector(a, isometric=self.isometric).to(output_dtype(x)) for a in matrices]
+        cut = self.cut if cut is None else cut
+        paper = self.factor == "qs" and self.path == "both"
+        shared = self.normalise == "sqrt" and self.solver != "products" and self.gradient.name == "exact"
+        if not shared or (self.seb and not paper):
+            values = eigh(covariance(reduced.detach(), dtype=torch.float64)).values.clamp_min(0)
+            return [self._with_subset(reduced, subset, cut) for subset in subsets], values
+        matrices, values = sqrt_covariance_of_subsets(reduced, subsets, self.seb, cut, self.solver)  # type: ignore[arg-type]
+        return [triu_vector(a, isometric=self.isometric).to(output_dtype(reduced)) for a in matrices], values
 
-    def _with_subset(self, reduced: Tensor, subset: EigenSubset | str) -> Tensor:
-        before = self.subset
-        self.subset = EigenSubset.parse(subset)
+    def _with_subset(self, reduced: Tensor, subset: EigenSubset | str, cut: str) -> Tensor:
+        before = self.subset, self.cut
+        self.subset, self.cut = EigenSubset.parse(subset), cut
         try:
             return self.pool(reduced)
         finally:
-            self.subset = before
+            self.subset, self.cut = before
 
     def _scale(self, p: Tensor, q: Tensor) -> Tensor:
         """What multiplies f(P), (B, 1, 1)."""

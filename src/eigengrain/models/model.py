@@ -100,8 +100,11 @@ class CovarianceNet(nn.Module):
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map → class scores (B, num_classes), or the vector (B, head_hidden_size) with ``pre_logits``."""
-        self._warn_of_short_rank(x)
-        vector = self.head(x)
+        self.warn_of_short_rank(x)
+        return self.forward_vector(self.head(x), pre_logits)
+
+    def forward_vector(self, vector: Tensor, pre_logits: bool = False) -> Tensor:
+        """The head's vector → class scores; with ``pre_logits`` the vector after dropout."""
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
         return vector if pre_logits else self.classifier(vector)
@@ -176,7 +179,7 @@ class CovarianceNet(nn.Module):
                 f"{size[0]} × {size[1]}: resize or crop the images"
             )
 
-    def _warn_of_short_rank(self, x: Tensor) -> None:
+    def warn_of_short_rank(self, x: Tensor) -> None:
         """Say once that fewer positions than channels make a singular covariance, whatever the images show."""
         if self._rank_warned or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return

@@ -100,9 +100,10 @@ def _vectors(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> 
     """The vectors of a feature map, one a subset; the covariance is decomposed once."""
     if list(subsets) == ["own"]:
         return [model.forward_head(features, pre_logits=True)]
+    model.warn_of_short_rank(features)
     head: Any = model.head
     chosen = [head.subset if subset == "own" else subset for subset in subsets]
-    vectors: list[Tensor] = head.forward_subsets(features, chosen)
+    vectors: list[Tensor] = head.pool_subsets(head.reduce(features), chosen)[0]
     return vectors
 
 
