@@ -16,8 +16,8 @@ def test_functional(name):
     assert name in eg.functional.__all__
 
 
-TOP = """functional heads models EigenSubset Head CovarianceHead create_head list_heads register_head CovarianceNet
-create_model list_backbones parameter_groups load_weights from_pretrained save_pretrained __version__""".split()
+TOP = """explain functional heads models EigenSubset EigenSaliency EigenPerturbation Head CovarianceHead create_head
+list_heads register_head CovarianceNet create_model list_backbones parameter_groups load_weights from_pretrained save_pretrained __version__""".split()
 
 
 def test_top_level():

@@ -7,9 +7,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from eigengrain import explain as explain
     from eigengrain import functional as functional
     from eigengrain import heads as heads
     from eigengrain import models as models
+    from eigengrain.explain import EigenPerturbation as EigenPerturbation
+    from eigengrain.explain import EigenSaliency as EigenSaliency
     from eigengrain.functional import EigenSubset as EigenSubset
     from eigengrain.heads import CovarianceHead as CovarianceHead
     from eigengrain.heads import Head as Head
@@ -28,10 +31,12 @@ __version__ = "0.1.0"
 
 # public name -> module that defines it; a name equal to its module's last part is the module itself
 _EXPORTS = {
+    "explain": "eigengrain.explain",
     "functional": "eigengrain.functional",
     "heads": "eigengrain.heads",
     "models": "eigengrain.models",
     "EigenSubset": "eigengrain.functional",
+    **dict.fromkeys(("EigenPerturbation", "EigenSaliency"), "eigengrain.explain"),
     **dict.fromkeys(("CovarianceHead", "Head", "create_head", "list_heads", "register_head"), "eigengrain.heads"),
     **dict.fromkeys(("CovarianceNet", "create_model", "list_backbones", "parameter_groups"), "eigengrain.models"),
     **dict.fromkeys(("load_weights", "from_pretrained", "save_pretrained"), "eigengrain.models"),
