@@ -14,12 +14,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eigengrain.models import CovarianceNet, create_model
-from eigengrain.training.checkpoint import write_atomically
+from eigengrain.training.checkpoint import LAST, write_atomically
 from eigengrain.training.config import Model, Train, to_mapping
 from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import MixedPrecision
 from eigengrain.training.schedule import build_optimiser, build_schedule
-from eigengrain.training.sources import Loaders, Sources, describe_input, make_loaders, open_sources
+from eigengrain.training.sources import Loaders, Sources, check_readable, describe_input, make_loaders, open_sources
 
 ARGUMENTS = "args.yaml"
 
@@ -96,10 +96,10 @@ def _plain(values: Any) -> Any:
 
 
 def build(config: Train, sources: Sources | None, process: Process) -> Run:
-    """All parts of a run; nothing is written yet.
+    """All parts of a run; nothing is written yet, but for a list of unreadable images if there are any.
 
     Raises:
-        ValueError: for a name, a folder or an option that does not fit.
+        ValueError: for a name, a folder or an option that does not fit, and for images that cannot be read.
     """
     sources = sources or open_sources(config.data, config.seed)
     if sources.val is None and config.data.val_fraction:
@@ -113,6 +113,9 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    out = Path(config.out)
+    if config.check_images and not config.dry_run and not (out / LAST).exists():
+        check_readable(sources, out, config.workers, process)  # before a cache on the device meets the first bad one
     loaders = make_loaders(sources, model, config, process)
     if len(loaders.train) == 0:
         raise ValueError(f"there is no training image in {sources.train.name}")

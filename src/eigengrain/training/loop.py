@@ -39,7 +39,7 @@ from eigengrain.training.evaluation import evaluate
 from eigengrain.training.interrupt import Interrupted, Wish, polite_signals
 from eigengrain.training.plan import dry_run
 from eigengrain.training.schedule import rates
-from eigengrain.training.sources import Sources, check_readable, to_device
+from eigengrain.training.sources import Sources, to_device
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
 #: on an accelerator, batches between two looks at the losses: each look makes the device wait
@@ -123,8 +123,6 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
     config, process, model, optimiser = run.config, run.process, run.model, run.optimiser
     out, total = Path(config.out), len(run.loaders.train)
     progress, generators = _start_or_resume(run, out)
-    if config.check_images and not progress.updates:
-        check_readable(run.sources, out, config.workers, process)
     if process.is_main:
         write_arguments(out, config)
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
