@@ -17,7 +17,8 @@ def test_functional(name):
 
 
 TOP = """explain functional heads models EigenSubset EigenSaliency EigenPerturbation Head CovarianceHead create_head
-list_heads register_head CovarianceNet create_model list_backbones parameter_groups load_weights from_pretrained save_pretrained __version__""".split()
+list_heads register_head CovarianceNet create_model list_backbones parameter_groups load_weights
+from_pretrained save_pretrained __version__""".split()
 
 
 def test_top_level():

@@ -174,7 +174,9 @@ def test_errors(call, message):
         call()
 
 
-@pytest.mark.parametrize("options", [{}, {"seb": True}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}])
+@pytest.mark.parametrize(
+    "options", [{}, {"seb": True}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}]
+)
 @pytest.mark.parametrize("positions", [7, 2])  # 2 × 2 positions are too few for six channels
 def test_several_subsets_at_once_are_each_by_itself(options, positions):
     torch.manual_seed(0)

@@ -248,7 +248,7 @@ _Maps = dict[str, dict[str, Tensor]]
 
 def _at_features(request: _Request, features: Tensor) -> tuple[_Maps, dict[str, Tensor], Tensor]:
     """Gradients at the feature map, gaps by subset, and the classes: the head's part, forward and backward."""
-    model, head, switch = request.model, request.model.head, request.switch
+    model, head = request.model, request.model.head
     leaf = features.detach().requires_grad_()
     targets = torch.full((len(leaf),), -1, device=leaf.device) if request.by_norm else request.classes
     # all eigenvalues first: their pass also predicts the class
