@@ -62,6 +62,7 @@ def spectrum(trained: Trained) -> dict[str, Any]:
         "quantiles": list(QUANTILES),
         "lambda_1": _quantiles(values[:, 0]),
         "log10_condition": _quantiles(logs[:, 0] - logs[:, -1]),
+        "log10_condition_of_images": [round(v, 3) for v in (logs[:, 0] - logs[:, -1]).tolist()],
         "effective_rank": _quantiles(torch.exp(-(share * share.log()).sum(-1))),
         "energy_last": _quantiles(share[:, -last:].sum(-1)),
         "last": last,
@@ -81,8 +82,9 @@ def subsets_of(d: int) -> list[str]:
         ['all', 'top:206', 'top:1+last:50', 'last:50']
     """
     last = 50 if d >= 100 else max(d // 5, 1)
+    fewer = [f"top:1+last:{k}" for k in (4 * last // 5, 3 * last // 5) if k]
     top = [k for k in (128, 64, 32, 16, 8, 4, 2, 1) if k < d - last]
-    return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *(f"top:{k}" for k in top)]
+    return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *fewer, *(f"top:{k}" for k in top)]
 
 
 def subset_accuracy(trained: Trained) -> dict[str, Any]:

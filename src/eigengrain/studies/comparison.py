@@ -27,22 +27,26 @@ def with_head(base: Train, head: str, rate: float | None = None, **options: obje
 def job_name(config: Train, suffix: str = "") -> str:
     """What tells the runs of a comparison apart.
 
+    Birds need no name; a run of which the best test epoch counts says so.
+
     Example:
         >>> job_name(Train(epochs=15, seed=1))
         'resnet50-mpncov+seb-x1-e15-all-s1'
     """
     model = config.model
-    part = "val" if config.data.val_fraction else "all"
+    images = "" if config.data.name == "cub" else f"{config.data.name}-"
+    part = ("val" if config.data.val_fraction else "all") + ("-best" if config.select == "best-test" else "")
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
     rate = f"x{config.optimiser.classifier_lr_scale:g}"
-    return f"{model.backbone.split('.')[0]}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"
+    network = model.backbone.split(".")[0].replace(":", "-")
+    return f"{images}{network}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"
 
 
-def rate_jobs(config: Train, rates: Sequence[float]) -> list[Job]:
+def rate_jobs(config: Train, rates: Sequence[float], suffix: str = "") -> list[Job]:
     """A run at each rate without the validation images, of the config's own seed."""
     held_out = replace(config, data=replace(config.data, val_fraction=VALIDATION))
     tried = [replace(held_out, optimiser=replace(config.optimiser, classifier_lr_scale=float(rate))) for rate in rates]
-    return [Job(job_name(run), run) for run in tried]
+    return [Job(job_name(run, suffix), run) for run in tried]
 
 
 def best_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | None:
@@ -53,7 +57,9 @@ def best_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | Non
     return best.config.optimiser.classifier_lr_scale
 
 
-def final_jobs(config: Train, rate: float, seeds: Sequence[int], analyses: tuple[str, ...] = ()) -> list[Job]:
+def final_jobs(
+    config: Train, rate: float, seeds: Sequence[int], analyses: tuple[str, ...] = (), suffix: str = ""
+) -> list[Job]:
     """Runs on all training images at one rate; the analyses are made on the first seed's network."""
     runs = [replace(with_head(config, config.model.head, rate), seed=seed) for seed in seeds]
-    return [Job(job_name(run), run, analyses if run.seed == seeds[0] else ()) for run in runs]
+    return [Job(job_name(run, suffix), run, analyses if run.seed == seeds[0] else ()) for run in runs]

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 from eigengrain.functional import GRADIENTS, sqrt_covariance
@@ -161,15 +160,6 @@ def tables(shown: dict[str, dict[str, tuple[float, float]]]) -> list[report.Tabl
     ]
 
 
-def _on_terminal(data: report.TableData) -> Table:
-    table = Table(title=data.caption, box=None, padding=(0, 1, 0, 0), title_justify="left")
-    for place, head in enumerate(data.heads):
-        table.add_column(head, justify="right" if place else "left", no_wrap=True)
-    for row in data.rows:
-        table.add_row(*(f"[bold red]{cell.text}[/]" if cell.bad else cell.text for cell in row))
-    return table
-
-
 @contextmanager
 def _one_thread() -> Iterator[None]:
     """Matrices this small gain nothing from threads, and on a busy machine lose much by waiting for each other."""
@@ -182,7 +172,7 @@ def _one_thread() -> Iterator[None]:
 
 
 def run(config: GradientTour) -> None:
-    """``eigengrain demo``."""
+    """``eigengrain bench gradients``."""
     folder = Path(config.out)
     csv_path, png_path, html_path = (writable(folder / name) for name in ("gradients.csv", "gradients.png", "report.html"))
     console = Console()
@@ -203,8 +193,9 @@ def run(config: GradientTour) -> None:
     else:
         console.print("no picture without matplotlib: pip install 'eigengrain[explain]'", markup=False)
     data = tables(shown)
-    page = report.page("Gradients of the square root of a covariance", HOW_TO_READ, data, pictures, environment)
+    parts: list[report.Part] = [*HOW_TO_READ, *pictures, *data]
+    page = report.page("Gradients of the square root of a covariance", parts, environment)
     html_path.write_text(page, encoding="utf-8")
     for table in data:
-        console.print(_on_terminal(table), "")
+        console.print(report.on_terminal(table), "")
     console.print(f"report: {html_path}   next: make test, eigengrain bench functional", soft_wrap=True, highlight=False)

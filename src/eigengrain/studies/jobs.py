@@ -8,7 +8,7 @@ import csv
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -56,18 +56,23 @@ def described(config: Train) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("out", "resume", "dry_run")}
 
 
-def read_record(folder: Path, job: Job) -> Record | None:
+def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ()) -> Record | None:
     """What is known of a job, or None.
+
+    Args:
+        places: folders of records; the first that has one of the job counts.
+        job: whose name the record has.
+        ignored: options, in dots, that may be others than the job's.
 
     Raises:
         ValueError: if the record is of a run with other options, or no record at all.
     """
-    path = folder / "records" / f"{job.name}.json"
-    if not path.is_file():
+    path = next((file for file in (place / f"{job.name}.json" for place in places) if file.is_file()), None)
+    if path is None:
         return None
     try:
         record: Record = json.loads(path.read_text(encoding="utf-8"))
-        changed = differences(record["config"], described(job.config))
+        changed = [name for name in differences(record["config"], described(job.config)) if name not in ignored]
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
     if changed:
@@ -83,6 +88,9 @@ def run_jobs(
     folder: Path,
     *,
     seconds: float | None = None,
+    longest: float = 0.0,
+    places: Sequence[Path] = (),
+    decoded: Decoded | None = None,
     keep_models: bool = True,
     each: Callable[[Job, Record], object] = lambda job, record: None,
 ) -> dict[str, Record]:
@@ -94,6 +102,9 @@ def run_jobs(
         jobs: with names of their own.
         folder: for ``records`` and ``runs``.
         seconds: no job is begun that would, as long as the longest before it, end after this time; None for no limit.
+        longest: seconds that a job is known to take, before the first one is done.
+        places: more folders of records, whose jobs are not done again.
+        decoded: images on the device, shared with other calls.
         keep_models: whether the folder of a finished run keeps its model.
         each: called with a job and its new record.
 
@@ -102,10 +113,10 @@ def run_jobs(
     """
     if len({job.name for job in jobs}) < len(jobs):
         raise ValueError("two jobs of the study have the same name")
-    start, longest = time.perf_counter(), 0.0
-    decoded: Decoded = {}
-    known = {job.name: read_record(folder, job) for job in jobs}
-    todo = [job for job in jobs if _missing(job, known[job.name])]
+    start = time.perf_counter()
+    decoded = {} if decoded is None else decoded
+    known = {job.name: read_record((folder / "records", *places), job) for job in jobs}
+    todo = [job for job in jobs if is_missing(job, known[job.name])]
     console = Console(stderr=True)
     for number, job in enumerate(todo, 1):
         begun = time.perf_counter()
@@ -155,23 +166,27 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
         }
     else:
         record = known
-    _write(record, folder)  # whatever an analysis comes to, the training is not lost
-    missing = [name for name in job.analyses if name not in record["analyses"]]
+    write_record(record, folder)  # whatever an analysis comes to, the training is not lost
+    # a network that had to be trained again is analysed again as a whole
+    wanted = dict.fromkeys((*(known["analyses"] if known else ()), *job.analyses))
+    missing = [name for name in wanted if name not in record["analyses"]]
     if missing:
         trained = _trained(config, sources, out / "model")
         for name in missing:
             record["analyses"][name] = ANALYSES[name](trained)
-            _write(record, folder)
+            write_record(record, folder)
     return record
 
 
-def _write(record: Record, folder: Path) -> None:
+def write_record(record: Record, folder: Path) -> None:
+    """Under its name in ``records``, whole or not at all."""
     (folder / "records").mkdir(parents=True, exist_ok=True)
     text = json.dumps(record, indent=1) + "\n"
     write_atomically(folder / "records" / f"{record['name']}.json", lambda file: file.write(text.encode()))
 
 
-def _missing(job: Job, record: Record | None) -> bool:
+def is_missing(job: Job, record: Record | None) -> bool:
+    """Whether a job has to be run, or an analysis of it."""
     return record is None or any(name not in record["analyses"] for name in job.analyses)
 
 

@@ -1,0 +1,172 @@
+"""``eigengrain study``: plan, train what is missing, and show what the records come to beside the paper's numbers."""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+
+from eigengrain.data import open_dataset
+from eigengrain.data.catalogue import find_entry
+from eigengrain.errors import LayoutError
+from eigengrain.runtime.records import writable
+from eigengrain.studies.catalogue import STUDIES, find_study
+from eigengrain.studies.conclusions import conclude, show, write_page
+from eigengrain.studies.config import StudyRun
+from eigengrain.studies.cost import STATED_FOR, Speeds, cost
+from eigengrain.studies.jobs import is_missing, run_jobs
+from eigengrain.studies.published import TITLES
+from eigengrain.studies.report import Cell, TableData, on_terminal
+from eigengrain.studies.study import Setup, Study, check_names
+from eigengrain.training.interrupt import Interrupted
+
+
+def run(options: StudyRun) -> int:
+    """A study, all of them, their list or a page about them; 0, or 130 and 143 after Ctrl-C and SIGTERM."""
+    console = Console()
+    if options.name == "list":
+        show_list(options, console)
+        return 0
+    studies = list(STUDIES) if options.name in ("all", "report") else [find_study(options.name)]
+    check_names(options, [row for study in studies for row in study.rows(Setup(options))])
+    if options.name == "report" or options.only_report:
+        setup = Setup(options)
+    else:
+        writable(Path(options.out) / "records" / "any")
+        setup = Setup(options, available=available(options, studies), deadline=_deadline(options))
+    conclusions = []
+    try:
+        for study in studies:
+            here = replace(setup, seeds=study.seeds(options))
+            if here.available is not None:
+                carry_out(study, here, console)
+            conclusions.append(conclude(study, here))
+            if options.name != "report":
+                show(conclusions[-1], here, console)
+    except Interrupted as stop:
+        said = str(stop).removesuffix("; go on with --resume")
+        print(f"eigengrain: {said}; the same command goes on from there", file=sys.stderr)
+        return stop.exit_code
+    if options.name in ("all", "report"):
+        console.print(f"report: {write_page(conclusions, setup)}", soft_wrap=True, highlight=False)
+    return 0
+
+
+def _deadline(options: StudyRun) -> float | None:
+    return None if options.seconds is None else time.perf_counter() + options.seconds
+
+
+def available(options: StudyRun, studies: Sequence[Study]) -> tuple[str, ...]:
+    """The data sets that can be trained on: those that were asked for, or those of the studies that are in the folder.
+
+    Raises:
+        ValueError: if one that was asked for cannot be read, or there is none at all.
+    """
+    rows = [row for study in studies for row in study.rows(Setup(options))]
+    first = ["imagenet"] if any(row.pretrain for row in rows) else []
+    wanted = tuple(dict.fromkeys([*(row.data for row in rows), *first]))
+    if options.scale == "smoke" or not wanted:
+        return wanted
+    if options.data is None:
+        raise ValueError("where are the images? --data FOLDER, or --scale smoke for drawn ones, or --only_report for none")
+    if options.datasets is not None:
+        for name in options.datasets:
+            open_dataset(name, options.data, split="train")
+        return tuple(options.datasets)
+    found = [name for name in wanted if _opens(name, options.data)]
+    if not found:
+        names = ", ".join(f"{name} ({TITLES[name]})" for name in wanted)
+        raise ValueError(
+            f"{options.data} holds none of the data sets of this study: {names}; "
+            f"'eigengrain datasets list {wanted[0]}' shows how one looks"
+        )
+    return tuple(found)
+
+
+def _opens(name: str, root: str) -> bool:
+    find_entry(name)
+    try:
+        open_dataset(name, root, split="train")
+    except LayoutError:
+        return False
+    return True
+
+
+def carry_out(study: Study, setup: Setup, console: Console) -> None:
+    """Train what has no record yet, stage by stage, until nothing is left or the time is over."""
+    left = setup.seconds_left()
+    if study.measure is not None and (left is None or left > 0):
+        study.measure(setup)
+    while True:
+        jobs = study.plan(setup)
+        todo = [job for job in jobs if is_missing(job, setup.record(job))]
+        left = setup.seconds_left()
+        if not todo or (left is not None and left <= 0):
+            break
+        longest = max((record["seconds"] for job in jobs if (record := setup.record(job))), default=0.0)
+        if left is not None and longest > left:
+            break
+        kept = not setup.options.drop_models
+        run_jobs(
+            jobs,
+            setup.out,
+            seconds=left,
+            longest=longest,
+            places=setup.places[1:],
+            decoded=setup.decoded,
+            keep_models=kept,
+        )
+        if any(is_missing(job, setup.record(job)) for job in jobs):
+            break
+    if todo:
+        console.print(f"{study.name}: stopped for lack of time; the same command goes on", markup=False)
+
+
+def show_list(options: StudyRun, console: Console) -> None:
+    """Every study with its runs and what they cost."""
+    rows = []
+    known = set()
+    speeds = Speeds(Setup(options), options.measure)
+    for study in STUDIES:
+        setup = Setup(options, study.seeds(options))
+        sets = tuple(dict.fromkeys(row.data for row in study.rows(setup)))
+        chosen = tuple(name for name in sets if options.datasets is None or name in options.datasets)
+        if options.scale == "small" and options.datasets is None:
+            chosen = chosen[:1]  # one of them is what fits an hour
+        said = cost(study, replace(setup, available=chosen), speeds)
+        if said.runs:
+            known.add(said.known)
+        names = ", ".join(TITLES[name] for name in chosen)
+        rows.append([study.name, study.where, study.title, names, str(said.runs or "–"), _duration(said.seconds)])
+    heads = ["name", "in the paper", "what", "on", "runs", "training"]
+    table = TableData(
+        f"studies, scale {options.scale}, {options.protocol} protocol", heads, [list(map(Cell, r)) for r in rows]
+    )
+    shown = on_terminal(table)
+    for column in shown.columns[:4]:
+        column.justify, column.no_wrap = "left", False
+    console.print(shown)
+    how = {
+        "stated": f"images a second as stated for {STATED_FOR}; --measure times a step of each backbone here",
+        "records": "images a second of the records",
+        "measured": "images a second of a step that was timed here",
+    }
+    if options.scale == "smoke":
+        how["stated"] = "a third of a second for each run"
+    used = dict.fromkeys(word for each in sorted(known) for word in each.split(" and "))
+    console.print("training: images × epochs / " + "; ".join(how[word] for word in used), highlight=False)
+    console.print("Runs that studies share are counted in each of them and made once. Tests and analyses come on top.")
+    if options.scale == "small" and options.backbones is None and options.heads is None:
+        console.print(
+            "Scale small trains few of the rows, on each data set that is found; --backbones and --heads name others."
+        )
+
+
+def _duration(seconds: float) -> str:
+    if seconds == 0:
+        return "–"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

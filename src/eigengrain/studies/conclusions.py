@@ -1,0 +1,131 @@
+"""What studies come to, as files, on the terminal and as one page."""
+
+import json
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.console import Console
+
+from eigengrain.runtime.records import writable, write_csv
+from eigengrain.studies.accuracy import NOT_RUN
+from eigengrain.studies.config import StudyRun
+from eigengrain.studies.report import Cell, Commands, Heading, Part, TableData, on_terminal, page
+from eigengrain.studies.study import Findings, Setup, Study
+
+
+class Conclusion(NamedTuple):
+    """What a study comes to, and its figure if there is one."""
+
+    study: Study
+    found: Findings
+    picture: Path | None
+
+    @property
+    def spoken(self) -> list[TableData]:
+        """The tables with a number of ours; all of them if there is none."""
+        return [table for table in self.found.tables if not _is_silent(table)] or self.found.tables
+
+    @property
+    def notes(self) -> list[str]:
+        """What is to be said, also of the tables that are left out."""
+        left = [table.caption.split(", test")[0].split(": medians")[0] for table in self.found.tables if _is_silent(table)]
+        if len(left) in (0, len(self.found.tables)):
+            return self.found.notes
+        where = f"the paper's numbers for them are in {self.study.name}.md"
+        return [*self.found.notes, f"{NOT_RUN}: {'; '.join(left)} ({where})."]
+
+    @property
+    def silent(self) -> bool:
+        """Whether nothing of ours is in it."""
+        return all(map(_is_silent, self.found.tables))
+
+
+def _is_silent(table: TableData) -> bool:
+    """Whether a table has nothing but the paper's numbers."""
+    ours = [k for k, head in enumerate(table.heads) if k and not head.startswith("paper") and not head.endswith(": paper")]
+    return all(row[k].text == NOT_RUN for row in table.rows for k in ours)
+
+
+def conclude(study: Study, setup: Setup) -> Conclusion:
+    """Read the records, and draw if there is something to draw and something to draw with."""
+    found = study.findings(setup)
+    if found.draw is None or find_spec("matplotlib") is None:
+        return Conclusion(study, found, None)
+    path = writable(setup.out / f"{study.name}.png")
+    found.draw(path)
+    return Conclusion(study, found, path)
+
+
+def write_files(conclusion: Conclusion, setup: Setup) -> list[str]:
+    """NAME.csv and NAME.md, beside NAME.png; their names."""
+    study, found, picture = conclusion
+    write_csv(writable(setup.out / f"{study.name}.csv"), found.rows)
+    (setup.out / f"{study.name}.md").write_text(markdown(conclusion, setup), encoding="utf-8")
+    return [f"{study.name}.csv", f"{study.name}.md", *([picture.name] if picture else [])]
+
+
+def show(conclusion: Conclusion, setup: Setup, console: Console) -> None:
+    """Write the files of a study and print its tables."""
+    names = write_files(conclusion, setup)
+    console.rule(f"{conclusion.study.where}: {conclusion.study.title}")
+    for data in conclusion.spoken:
+        table = on_terminal(data)
+        for column in table.columns:
+            column.no_wrap = False  # a narrow terminal breaks lines rather than cut numbers off
+        console.print(table, "")
+    for note in conclusion.notes:
+        console.print(note, highlight=False, markup=False)
+    console.print(f"written to {setup.out}: {', '.join(names)}", soft_wrap=True, highlight=False, markup=False)
+
+
+def markdown(conclusion: Conclusion, setup: Setup) -> str:
+    """All tables and notes of a study as Markdown."""
+    study, found, picture = conclusion
+    parts = [f"# {study.where}: {study.title}", f"Scale {setup.options.scale}. `{command(study.name, setup.options)}`"]
+    for data in found.tables:
+        lines = [" | ".join(cells) for cells in (data.heads, ["---"] * len(data.heads))]
+        lines += [" | ".join(cell.text.replace("|", "\\|") for cell in row) for row in data.rows]
+        parts.append(f"**{data.caption}**\n\n" + "\n".join(f"| {line} |" for line in lines))
+    parts += found.notes
+    if picture is not None:
+        parts.append(f"![{study.title}]({picture.name})")
+    return "\n\n".join(parts) + "\n"
+
+
+def command(name: str, options: StudyRun) -> str:
+    """The command of a study for another machine: without the folders of this one."""
+    data = "" if options.scale == "smoke" else " --data FOLDER"
+    return f"eigengrain study {name}{data} --scale {options.scale} --protocol {options.protocol}"
+
+
+def write_page(conclusions: Sequence[Conclusion], setup: Setup) -> Path:
+    """One self-contained page about all studies of which there is a record, and a list of the others."""
+    path = writable(setup.out / "report.html")
+    parts: list[Part] = [
+        f"Scale {setup.options.scale}. Every number of ours comes from a record of a run; what has none says 'not run'. "
+        "The paper's numbers are those it prints."
+    ]
+    for conclusion in conclusions:
+        if not conclusion.silent:
+            study = conclusion.study
+            parts += [Heading(f"{study.where}: {study.title}"), *conclusion.spoken, *conclusion.notes]
+            parts += [conclusion.picture] if conclusion.picture else []
+            parts.append(Commands([command(study.name, setup.options)]))
+    silent = [conclusion.study for conclusion in conclusions if conclusion.silent]
+    if silent:
+        rows = [[Cell(study.where), Cell(study.title), Cell(command(study.name, setup.options))] for study in silent]
+        parts += [Heading("Not run"), TableData("of these there is no record", ["", "study", "command"], rows)]
+    title = "The tables and figures of the paper, and ours"
+    path.write_text(page(title, parts, {"runs on": _environments(setup) or "nothing yet"}), encoding="utf-8")
+    return path
+
+
+def _environments(setup: Setup) -> str:
+    """Where the runs were made, each place once."""
+    found = []
+    for file in (file for place in setup.places for file in sorted(place.glob("*.json"))):
+        environment = json.loads(file.read_text(encoding="utf-8"))["environment"]
+        found.append("{device_name} with torch {torch} and eigengrain {eigengrain}".format(**environment))
+    return "; ".join(dict.fromkeys(found))

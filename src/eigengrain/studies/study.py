@@ -1,0 +1,324 @@
+"""What a study is: rows that are trained in one way or another, and what is made of their records."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from eigengrain.data.cache import Decoded
+from eigengrain.errors import unknown_name
+from eigengrain.studies.comparison import best_rate, final_jobs, rate_jobs, with_head
+from eigengrain.studies.config import StudyRun
+from eigengrain.studies.jobs import Job, Record, read_record
+from eigengrain.studies.published import TITLES
+from eigengrain.studies.report import TableData
+from eigengrain.studies.settings import NETWORKS, SMOKE_CHANNELS, base, with_reduction
+from eigengrain.training.config import Train
+
+#: options of a record that a report, which may be made on another machine, need not share
+_ELSEWHERE = ("model.backbone", "model.weights", "model.pretrained", "model.stride_on")
+#: in the folder of a model
+WEIGHTS = "model.safetensors"
+#: seeds that a report looks for beside those that were asked for
+_SEEDS = range(10)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of a table on one data set: what is trained, and what the paper has for it.
+
+    Args:
+        data: of the catalogue.
+        backbone: one of :data:`eigengrain.studies.settings.NETWORKS`.
+        method: as the table calls it.
+        head: of the registry; None for a system that is not part of this package, which is never run.
+        options: of the head.
+        printed: the paper's number, or None.
+        metric: of a run's scores.
+        core: whether it is run at scale small without being asked for.
+        rate_of: options of the head whose best rate is taken; its own by default.
+        curve: whether every epoch is tested.
+        pretrain: head of a network that is trained on ImageNet first.
+        analyses: made on the network of the first seed.
+    """
+
+    data: str
+    backbone: str
+    method: str
+    head: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    printed: float | None = None
+    metric: str = "test_top1"
+    core: bool = False
+    rate_of: Mapping[str, Any] | None = None
+    curve: bool = False
+    pretrain: str | None = None
+    analyses: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Score:
+    """Accuracies of the seeds of one method under one protocol.
+
+    Args:
+        rate: of the classifier.
+        chosen: whether the rate was chosen on validation images; None where the protocol does not choose.
+        values: one a seed.
+    """
+
+    rate: float
+    chosen: bool | None
+    values: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.values) / len(self.values)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """The options of a study, with what follows from them.
+
+    Args:
+        options: of the command.
+        seeds: of the runs that are tested.
+        available: data sets that can be opened; None if nothing is going to be trained.
+        deadline: on the clock of time.perf_counter.
+        decoded: images that a device holds, shared by all runs.
+        bases: options of a run by backbone and data set, read once.
+    """
+
+    options: StudyRun
+    seeds: tuple[int, ...] = (0,)
+    available: tuple[str, ...] | None = None
+    deadline: float | None = None
+    decoded: Decoded = field(default_factory=dict, repr=False, compare=False)
+    bases: dict[tuple[str, str], Train] = field(default_factory=dict, repr=False, compare=False)
+
+    @property
+    def out(self) -> Path:
+        return Path(self.options.out)
+
+    @property
+    def places(self) -> list[Path]:
+        """Folders of records."""
+        more = [Path(self.options.records).expanduser()] if self.options.records else []
+        return [self.out / "records", *more]
+
+    @property
+    def rates(self) -> list[float]:
+        return self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
+
+    @property
+    def protocols(self) -> tuple[str, ...]:
+        return ("fair", "paper") if self.options.protocol == "both" else (self.options.protocol,)
+
+    @property
+    def channels(self) -> int:
+        """Of the covariances of ResNet-50."""
+        return SMOKE_CHANNELS if self.options.scale == "smoke" else 256
+
+    def seconds_left(self) -> float | None:
+        return None if self.deadline is None else self.deadline - time.perf_counter()
+
+    def record(self, job: Job) -> Record | None:
+        """Of a job, if there is one."""
+        return read_record(self.places, job, _ELSEWHERE if self.available is None else ())
+
+    # --- from a row to runs -------------------------------------------------------------------------------------
+
+    def runs(self, row: Row) -> bool:
+        """Whether a row is trained if it is not yet."""
+        options = self.options
+        if row.head is None:
+            return False
+        if options.scale != "smoke" and row.data not in (self.available or ()):
+            return False
+        if row.pretrain and options.scale != "smoke" and "imagenet" not in (self.available or ()):
+            return any(self.pretrained(row, protocol).is_file() for protocol in self.protocols)
+        if options.backbones is None and options.heads is None and options.scale == "small" and not row.core:
+            return False
+        return row.backbone in (options.backbones or [row.backbone]) and row.head in (options.heads or [row.head])
+
+    def config(self, row: Row, options: Mapping[str, Any] | None = None) -> Train:
+        """The run of a row at the paper's rate, with other options of the head if they are given."""
+        assert row.head is not None
+        place = row.backbone, row.data
+        if place not in self.bases:
+            self.bases[place] = base(self.options, *place)
+        run = with_head(self.bases[place], row.head)
+        run = replace(run, model=replace(run.model, head_options=dict(row.options if options is None else options)))
+        return with_reduction(run)
+
+    def pretraining(self, row: Row, protocol: str) -> list[Job]:
+        """Runs on ImageNet that a row starts from; the last of them is the one."""
+        first = Row("imagenet", row.backbone, row.method, row.pretrain)
+        return self.jobs(first, protocol)
+
+    def pretrained(self, row: Row, protocol: str) -> Path:
+        """The file that the last of them leaves."""
+        return self.out / "runs" / self.pretraining(row, protocol)[-1].name / "model" / WEIGHTS
+
+    def jobs(self, row: Row, protocol: str) -> list[Job]:
+        """The runs of a row that can be named by now: of the fair protocol the last ones follow from the first."""
+        config, suffix = self.config(row), ""
+        if row.pretrain is not None:
+            weights = self.pretrained(row, protocol)
+            if not weights.is_file():
+                return self.pretraining(row, protocol)
+            model = replace(config.model, weights=str(weights), pretrained=False)
+            config, suffix = replace(config, model=model), "-gcp"
+        if protocol == "paper":
+            config = replace(config, select="best-test", eval_every=1)
+            return final_jobs(config, config.optimiser.classifier_lr_scale, self.seeds, row.analyses, suffix)
+        tried = self.tried(row, suffix, config)
+        rate = best_rate(tried, self._known(tried))
+        if rate is None:
+            return tried
+        seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
+        return [*tried, *self.finals(row, config, rate, seeds, suffix)]
+
+    def tried(self, row: Row, suffix: str, config: Train) -> list[Job]:
+        """Runs by which a rate is chosen."""
+        if row.rate_of is not None:
+            config = self.config(row, row.rate_of)
+        return rate_jobs(config, self.rates, suffix)
+
+    def finals(self, row: Row, config: Train, rate: float, seeds: Sequence[int], suffix: str = "") -> list[Job]:
+        """Runs on all images at a rate."""
+        if row.curve and config.eval_every > 1:
+            config, suffix = replace(config, eval_every=1), f"{suffix}-curve"
+        return final_jobs(config, rate, seeds, row.analyses, suffix)
+
+    def _known(self, jobs: Sequence[Job]) -> dict[str, Record]:
+        found = {job.name: self.record(job) for job in jobs}
+        return {name: record for name, record in found.items() if record is not None}
+
+    # --- from records to a row ----------------------------------------------------------------------------------
+
+    def results(self, row: Row, protocol: str) -> list[tuple[float, bool | None, list[Record]]]:
+        """Of a row, by rate: the rate, whether it was chosen (see :class:`Score`), and the records of the seeds."""
+        if row.head is None:
+            return []
+        config, suffix = self.config(row), "-gcp" if row.pretrain else ""
+        if row.pretrain:  # which folder the weights were in is no matter now
+            config = replace(config, model=replace(config.model, weights=WEIGHTS, pretrained=False))
+        seeds = sorted({*self.seeds, *_SEEDS})
+        if protocol == "paper":
+            config = replace(config, select="best-test", eval_every=1)
+            rate = config.optimiser.classifier_lr_scale
+            records = list(self._known(final_jobs(config, rate, seeds, (), suffix)).values())
+            return [(rate, None, records)] if records else []
+        tried = self.tried(row, suffix, config)
+        chosen = best_rate(tried, self._known(tried))
+        found: list[tuple[float, bool | None, list[Record]]] = []
+        for rate in self.rates if chosen is None else [chosen]:
+            records = list(self._known(self.finals(row, config, rate, seeds, suffix)).values())
+            found += [(rate, rate == chosen, records)] if records else []
+        return found
+
+    def scores(self, row: Row, protocol: str) -> list[Score]:
+        """Accuracies of a row under a protocol; of several rates only while none is chosen."""
+        found = self.results(row, protocol)
+        return [Score(rate, chosen, tuple(r["scores"][row.metric] for r in records)) for rate, chosen, records in found]
+
+    def analysis(self, row: Row, name: str) -> tuple[Record, dict[str, Any]] | None:
+        """The record of a row with an analysis, and what that found; of the fair protocol if there are both."""
+        for protocol in ("fair", "paper"):
+            for _, _, records in self.results(row, protocol):
+                for record in records:
+                    if name in record["analyses"]:
+                        return record, record["analyses"][name]
+        return None
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What a study comes to.
+
+    Args:
+        rows: for the CSV file, all with the same columns.
+        tables: for reading.
+        notes: sentences under them.
+        draw: writes the figure; None if there is nothing to draw.
+    """
+
+    rows: list[dict[str, object]]
+    tables: list[TableData]
+    notes: list[str] = field(default_factory=list)
+    draw: Callable[[Path], None] | None = None
+
+
+@dataclass(frozen=True)
+class Study:
+    """One of the paper's tables or figures.
+
+    Args:
+        name: of the command.
+        title: a few words.
+        where: the table or figure.
+        rows: what is trained.
+        findings: what the records come to.
+        thorough: whether the default is three seeds at scale small too.
+        measure: what is measured without training, and whether that is still to do.
+    """
+
+    name: str
+    title: str
+    where: str
+    rows: Callable[[Setup], list[Row]]
+    findings: Callable[[Setup], Findings]
+    thorough: bool = False
+    measure: Callable[[Setup], None] | None = None
+
+    def seeds(self, options: StudyRun) -> tuple[int, ...]:
+        if options.seeds is not None:
+            return tuple(options.seeds)
+        one = options.scale == "smoke" or (options.scale == "small" and not self.thorough)
+        return (0,) if one else (0, 1, 2)
+
+    def plan(self, setup: Setup) -> list[Job]:
+        """The runs that can be named by now, each once."""
+        planned: dict[str, Job] = {}
+        for row in self.rows(setup):
+            if not setup.runs(row):
+                continue
+            for protocol in setup.protocols:
+                for job in setup.jobs(row, protocol):
+                    same = planned.get(job.name)
+                    analyses = tuple(dict.fromkeys((*(same.analyses if same else ()), *job.analyses)))
+                    planned[job.name] = replace(job, analyses=analyses)
+        return list(planned.values())
+
+
+def check_names(options: StudyRun, rows: Sequence[Row]) -> None:
+    """Refuse data sets, backbones and heads that a study does not have.
+
+    Raises:
+        ValueError: with near names.
+    """
+    for kind, wanted, known in (
+        ("data set", options.datasets, [row.data for row in rows]),
+        ("backbone", options.backbones, [row.backbone for row in rows]),
+        ("head", options.heads, [row.head for row in rows if row.head]),
+    ):
+        for name in wanted or ():
+            if name not in known:
+                raise unknown_name(f"{kind} of this study", name, dict.fromkeys(known))
+
+
+def where_run(record: Record | None) -> dict[str, object]:
+    """Columns that say where a run was made; empty without one."""
+    environment = {} if record is None else record["environment"]
+    return {name: environment.get(name, "") for name in ("eigengrain", "torch", "device_name", "date")}
+
+
+def titled(row: Row) -> str:
+    """A row's backbone and method for reading."""
+    return f"{NETWORKS[row.backbone].title}, {row.method}"
+
+
+def data_title(setup: Setup, name: str) -> str:
+    """A data set for reading; at scale smoke drawn birds stand in for it."""
+    return f"{TITLES[name]} (drawn)" if setup.options.scale == "smoke" else TITLES[name]

@@ -1,0 +1,243 @@
+"""The pictures of the studies: the paper's numbers hollow, ours filled."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import cycle
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")  # draws to files, also where there is no screen
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+#: Okabe and Ito's colours, told apart by all kinds of colour vision, and a marker each for print
+_STYLES = (
+    ("#0072B2", "o"),
+    ("#D55E00", "D"),
+    ("#009E73", "^"),
+    ("#E69F00", "s"),
+    ("#CC79A7", "v"),
+    ("#56B4E9", "P"),
+    ("#000000", "X"),
+)
+_FONTS = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5}
+_PAPER: dict[str, Any] = {"marker": "o", "mfc": "white", "mec": "#444444", "color": "#444444", "linestyle": "none"}
+
+Curve = tuple[Sequence[int], Sequence[float]]
+
+
+@dataclass(frozen=True)
+class Dots:
+    """A line of a table: its name, the paper's number, and ours under each protocol, one a seed."""
+
+    label: str
+    printed: float | None
+    ours: dict[str, list[float]] = field(default_factory=dict)
+
+
+def _plain(axes: Axes, title: str, grid: str = "y") -> None:
+    axes.set_title(title, loc="left")
+    axes.grid(axis=grid, color="#e5e5e5", linewidth=0.6)  # type: ignore[arg-type]
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
+    figure = Figure(figsize=(max(width * count, 4.6), height), layout="constrained")
+    return figure, list(figure.subplots(1, count, squeeze=False)[0])
+
+
+def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+    found: dict[str, Any] = {}
+    for each in axes:
+        for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
+            found.setdefault(label, handle)
+    if found:
+        figure.legend(
+            list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), 4), frameon=False
+        )
+
+
+def draw_dots(panels: Mapping[str, Sequence[Dots]], what: str, path: Path) -> None:
+    """A panel a data set with numbers of ours, a line a method: hollow is the paper's number, filled ours, a dot a seed."""
+    panels = {title: lines for title, lines in panels.items() if any(dots.ours for dots in lines)}
+    tallest = max(len(lines) for lines in panels.values())
+    with matplotlib.rc_context(_FONTS):
+        figure, axes = _panels(len(panels), 3.6, 1.1 + 0.22 * tallest)
+        kinds = list(dict.fromkeys(kind for lines in panels.values() for dots in lines for kind in dots.ours))
+        looks = dict(zip(kinds, cycle(_STYLES), strict=False))
+        for place, (each, (title, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
+            for height, dots in enumerate(reversed(lines)):
+                if dots.printed is not None:
+                    each.plot([dots.printed], [height], label="paper", **_PAPER)
+                for kind, values in dots.ours.items():
+                    colour, marker = looks[kind]
+                    each.plot(values, [height] * len(values), marker, color=colour, label=kind, alpha=0.85)
+            each.set_yticks(range(len(lines)), [dots.label for dots in reversed(lines)] if place == 0 else [])
+            each.set_ylim(-0.6, len(lines) - 0.4)
+            each.set_xlabel(what if place == len(panels) // 2 else "")
+            _plain(each, title, "both")
+        _legend(figure, axes)
+        figure.savefig(path, dpi=200)
+
+
+def draw_histograms(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], peak: float, path: Path) -> None:
+    """A column a data set: the histogram of all eigenvalues, and the condition number of each image (Figure 6)."""
+    with matplotlib.rc_context(_FONTS):
+        figure = Figure(figsize=(max(3.4 * len(panels), 5.2), 5.0), layout="constrained")
+        grid = figure.subplots(2, len(panels), squeeze=False)
+        for top, bottom, (title, methods) in zip(grid[0], grid[1], panels.items(), strict=True):
+            for (name, values), (colour, _) in zip(methods.items(), _STYLES, strict=False):
+                edges, counts = np.asarray(values["histogram_edges"]), np.asarray(values["histogram"], float)
+                seen = np.nonzero(counts)[0]
+                low, high = seen[0], seen[-1] + 1
+                top.stairs(counts[low:high] / counts.sum(), edges[low : high + 1], color=colour, label=name, linewidth=1.3)
+            top.axvline(math.log10(peak), color="#666666", linewidth=0.9, linestyle=":", label="peak in the paper")
+            top.set_xlabel("log₁₀ λ")
+            top.set_ylim(bottom=0)
+            _plain(top, f"{title}: eigenvalues, share")
+            _conditions(bottom, methods)
+        _legend(figure, grid[0])
+        figure.savefig(path, dpi=200)
+
+
+def _conditions(axes: Axes, methods: Mapping[str, Mapping[str, Any]]) -> None:
+    """κ of single images, or of a record without them its quantiles."""
+    if all("log10_condition_of_images" in values for values in methods.values()):
+        for values, (colour, _) in zip(methods.values(), _STYLES, strict=False):
+            each = values["log10_condition_of_images"]
+            axes.plot(np.arange(len(each)), each, ".", markersize=1.5 if len(each) > 500 else 4, color=colour)
+        axes.set_xlabel("test image")
+        _plain(axes, "log₁₀ κ(P) of each image")
+        return
+    for place, ((name, values), (colour, _)) in enumerate(zip(methods.items(), _STYLES, strict=False)):
+        low, lower, middle, upper, high = values["log10_condition"]
+        box = {"med": middle, "q1": lower, "q3": upper, "whislo": low, "whishi": high, "label": name}
+        drawn = axes.bxp([box], [place], widths=0.4, showfliers=False, patch_artist=True)
+        drawn["boxes"][0].set(facecolor=colour, alpha=0.5)
+        drawn["medians"][0].set(color="#222222")
+    axes.set_xlim(-0.7, len(methods) - 0.3)
+    _plain(axes, "log₁₀ κ(P) of the images, whiskers 5 % to 95 %")
+
+
+def draw_subsets(panels: Mapping[str, Mapping[str, Sequence[float]]], order: Sequence[str], path: Path) -> None:
+    """Accuracy with each subset of the eigenvalues (Table 2)."""
+    with matplotlib.rc_context(_FONTS):
+        figure, axes = _panels(len(panels), 4.6, 1.3 + 0.2 * len(order))
+        for each, (title, lines) in zip(axes, panels.items(), strict=True):
+            heights = np.arange(len(order))[::-1]
+            looks = cycle(_STYLES)
+            for name, values in lines.items():
+                if name.startswith("paper"):
+                    each.plot(values, heights, label=name, **_PAPER)
+                else:
+                    colour, marker = next(looks)
+                    each.plot(values, heights, marker, color=colour, label=name)
+            each.set_yticks(heights, order if each is axes[0] else [])
+            each.set_xlabel("test accuracy, %")
+            _plain(each, title, "both")
+        _legend(figure, axes)
+        figure.savefig(path, dpi=200)
+
+
+def _line(axes: Axes, name: str | None, drawn: Curve, style: tuple[str, str]) -> None:
+    colour, marker = style
+    axes.plot(*drawn, color=colour, marker=marker, markersize=3.5, linewidth=1.2, label=name)
+
+
+def _whole_numbers(axes: Axes, curves: Iterable[Curve]) -> None:
+    """Ticks at whole numbers only, also where there is one point."""
+    seen = {x for xs, _ in curves for x in xs}
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if len(seen) == 1:
+        axes.set_xlim(min(seen) - 1, min(seen) + 1)
+
+
+def draw_truncation(
+    panels: Mapping[str, tuple[Mapping[str, Curve], Mapping[str, Curve], Mapping[str, Curve]]], most: int, path: Path
+) -> None:
+    """A row a data set: accuracy against truncated eigenvalues, then accuracy and training loss at the most (Figure 1)."""
+    with matplotlib.rc_context(_FONTS):
+        figure = Figure(figsize=(8.6, 0.7 + 2.3 * len(panels)), layout="constrained")
+        grid = figure.subplots(len(panels), 3, squeeze=False)
+        for row, (title, parts) in zip(grid, panels.items(), strict=True):
+            titles = (
+                f"{title}: test accuracy, %",
+                f"{most} truncated: test accuracy, %",
+                f"{most} truncated: training loss",
+            )
+            for axes, curves, said in zip(row, parts, titles, strict=True):
+                for name, style in zip(parts[0], cycle(_STYLES), strict=False):
+                    if name in curves:
+                        _line(axes, name, curves[name], style)
+                axes.set_xlabel("truncated eigenvalues" if curves is parts[0] else "epoch")
+                axes.set_visible(bool(curves))
+                _whole_numbers(axes, curves.values())
+                _plain(axes, said)
+        _legend(figure, [axes for row in grid for axes in row])
+        figure.savefig(path, dpi=200)
+
+
+#: f of the logarithm to base 10 of an eigenvalue
+NORMALISATIONS = {
+    "λ": lambda logs: 10**logs,
+    "P^0.1": lambda logs: 10 ** (0.1 * logs),
+    "P^0.3": lambda logs: 10 ** (0.3 * logs),
+    "P^0.5": lambda logs: 10 ** (0.5 * logs),
+    "log P": lambda logs: math.log(10) * logs,
+    "e^-P": lambda logs: np.exp(-(10**logs)),
+}
+
+
+def draw_normalisations(spectra: Mapping[str, Sequence[float]], path: Path) -> None:
+    """What each normalisation makes of a mean spectrum (Figure 4); the logarithm, which is signed, has its own axis."""
+    with matplotlib.rc_context(_FONTS):
+        figure, axes = _panels(len(spectra), 4.6, 3.4)
+        for each, (title, logs) in zip(axes, spectra.items(), strict=True):
+            values = np.asarray(logs)
+            number = np.arange(1, len(values) + 1)
+            signed = each.twinx()
+            for (name, f), (colour, _) in zip(NORMALISATIONS.items(), cycle(_STYLES), strict=False):
+                target = signed if name == "log P" else each
+                target.plot(number, f(values), color=colour, linewidth=1.4, linestyle="--" if name == "log P" else "-")
+                each.plot([], [], color=colour, linestyle="--" if name == "log P" else "-", label=name)
+            each.set_yscale("log")
+            smallest = 10 ** (values.min() - 0.5)
+            each.set_ylim(smallest, None)
+            each.set_xlabel("i")
+            signed.set_ylabel("log λᵢ (dashed)")
+            signed.spines["top"].set_visible(False)
+            each.set_title(f"{title}: normalised eigenvalues", loc="left")
+            each.grid(axis="y", color="#e5e5e5", linewidth=0.6)
+            each.spines["top"].set_visible(False)
+        _legend(figure, axes)
+        figure.savefig(path, dpi=200)
+
+
+def draw_curves(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[Curve]]]], path: Path) -> None:
+    """Values after each epoch: a row a data set, its panels side by side, a line a seed (Figures 5 and 10)."""
+    across = max(len(row) for row in panels.values())
+    # data sets side by side where each has one panel only
+    turned = across == 1
+    rows, columns = (1, len(panels)) if turned else (len(panels), across)
+    with matplotlib.rc_context(_FONTS):
+        figure = Figure(figsize=(max(3.6 * columns, 4.6), 0.7 + 2.4 * rows), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False)
+        every = [axes for row in grid for axes in row]
+        flat = [(data, title, lines) for data, row in panels.items() for title, lines in row.items()]
+        for axes, (data, title, lines) in zip(every, flat, strict=False):
+            for (name, curves), style in zip(lines.items(), cycle(_STYLES), strict=False):
+                for turn, drawn in enumerate(curves):
+                    _line(axes, None if turn else name, drawn, style)
+            axes.set_xlabel("epoch")
+            _whole_numbers(axes, [drawn for curves in lines.values() for drawn in curves])
+            _plain(axes, f"{data}: {title}")
+        for axes in every[len(flat) :]:
+            axes.set_visible(False)
+        _legend(figure, every)
+        figure.savefig(path, dpi=200)

@@ -1,0 +1,192 @@
+"""From rows to runs and back: names, scales, choices of rates, and what is shown of records that are not complete."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from eigengrain.studies.accuracy import accuracy_findings, shown
+from eigengrain.studies.analyses import subsets_of
+from eigengrain.studies.catalogue import STUDIES, find_study
+from eigengrain.studies.comparison import job_name
+from eigengrain.studies.config import StudyRun
+from eigengrain.studies.cost import Speeds, cost
+from eigengrain.studies.jobs import described
+from eigengrain.studies.settings import NETWORKS, base
+from eigengrain.studies.study import Row, Setup
+
+BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", printed=84.3, core=True)
+EVERYTHING = ("cub", "aircraft", "cars", "dogs", "inat2017", "imagenet")
+
+
+def setup_of(tmp_path, **changes) -> Setup:
+    return Setup(StudyRun(out=str(tmp_path), data="images", **changes), (0, 1, 2), EVERYTHING)
+
+
+def record(setup, job, top1, **more):
+    """Write what a finished run of a job would leave."""
+    folder = setup.out / "records"
+    folder.mkdir(parents=True, exist_ok=True)
+    split = "val" if job.config.data.val_fraction else "test"
+    values = {
+        "name": job.name,
+        "config": described(job.config),
+        "scores": {f"{split}_top1": top1},
+        "seconds": 100.0,
+        "epochs": [{"epoch": 1.0, "images_per_second": 500.0}],
+        "environment": {"torch": "2", "device_name": "a device", "eigengrain": "0", "date": "today"},
+        "analyses": {},
+    }
+    (folder / f"{job.name}.json").write_text(json.dumps(values | more))
+
+
+def test_the_base_of_birds_at_scale_small_is_the_one_that_was_used(tmp_path):
+    run = base(StudyRun(weights="resnet50.safetensors"), "resnet50", "cub")
+    assert (run.epochs, run.batch_size, run.amp, run.cache, run.eval_every) == (15, 20, "bf16", "device", 100)
+    assert (run.optimiser.lr, run.optimiser.weight_decay, run.schedule.kind, run.schedule.warmup_epochs) == (
+        *(6e-3, 1e-4),
+        *("cosine", 1),
+    )
+    assert (run.model.reduce, run.model.last_stride, run.model.stride_on) == (256, 1, "1x1")
+    assert (run.data.transforms.kind, run.data.transforms.img_size) == ("scripts", 448)
+    ten = replace(run, optimiser=replace(run.optimiser, classifier_lr_scale=10.0))
+    assert job_name(ten) == "resnet50-mpncov-x10-e15-all-s0"
+
+
+def test_weights_may_be_a_file_or_a_folder(tmp_path):
+    (tmp_path / "resnet101.safetensors").touch()
+    options = StudyRun(weights=str(tmp_path))
+    assert base(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
+    assert base(options, "resnet50", "cub").model.pretrained
+    one = StudyRun(weights="mine.pth")
+    assert base(one, "resnet50", "cub").model.weights == "mine.pth"
+    assert base(one, "vgg16", "cub").model.weights is None
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+def test_every_row_has_a_run_at_every_scale_and_no_two_share_a_name(scale, tmp_path):
+    setup = setup_of(tmp_path, scale=scale)
+    names: dict[str, dict[str, object]] = {}
+    for study in STUDIES:
+        for row in study.rows(setup):
+            if row.head is None:
+                continue
+            assert row.backbone in NETWORKS
+            for protocol in ("fair", "paper"):
+                for job in setup.jobs(row, protocol):
+                    assert names.setdefault(job.name, described(job.config)) == described(job.config), job.name
+
+
+def test_the_papers_recipes_are_those_of_scale_paper():
+    birds, planes = (base(StudyRun(scale="paper"), "resnet152", data) for data in ("cub", "aircraft"))
+    assert (birds.epochs, birds.batch_size, birds.schedule.drops, birds.optimiser.classifier_lr_scale) == (
+        100,
+        10,
+        [50],
+        20,
+    )
+    assert (planes.epochs, planes.batch_size, planes.optimiser.weight_decay) == (50, 8, 1e-3)
+    assert birds.model.backbone == "resnet152.tv_in1k"
+    assert base(StudyRun(scale="paper"), "vgg16", "cars").epochs == 150
+    assert base(StudyRun(scale="paper"), "alexnet", "imagenet").model.backbone == "tv:alexnet"
+
+
+def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
+    setup = setup_of(tmp_path)
+    tried = setup.jobs(BIRDS, "fair")
+    assert [job.config.optimiser.classifier_lr_scale for job in tried] == [3, 10, 20]
+    for job, score in zip(tried, (70.0, 72.0, 71.0), strict=True):
+        record(setup, job, score)
+    planned = setup.jobs(BIRDS, "fair")
+    assert [job.name for job in planned[3:]] == [f"resnet50-mpncov-x10-e15-all-s{seed}" for seed in (0, 1, 2)]
+    for job, score in zip(planned[3:], (80.0, 82.0, 81.5), strict=True):
+        record(setup, job, score)
+    [score] = setup.scores(BIRDS, "fair")
+    assert (score.rate, score.chosen, score.values) == (10, True, (80.0, 82.0, 81.5))
+    assert shown([score]) == "81.2 (80.0 to 82.0, 3 runs, ×10)"
+
+
+def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
+    setup = setup_of(tmp_path)
+    config = setup.config(BIRDS)
+    [job] = setup.finals(BIRDS, config, 10, (0,))
+    record(setup, job, 79.46)
+    report = replace(setup, available=None)
+    found = accuracy_findings(report, [BIRDS, replace(BIRDS, head="isqrt", method="iSQRT-COV", printed=84.7)])
+    first, second = found.tables[0].rows
+    assert [cell.text for cell in first] == ["ResNet-50, MPN-COV", "84.3", "79.5 (1 run, ×10 not chosen)"]
+    assert [cell.text for cell in second] == ["ResNet-50, iSQRT-COV", "84.7", "not run"]
+    assert found.rows[0]["fair_protocol_rate_chosen"] == 0
+    assert found.rows[0]["device_name"] == "a device"
+    assert any("no comparison" in note for note in found.notes)
+
+
+def test_a_report_takes_records_of_other_weights_and_a_study_that_trains_does_not(tmp_path):
+    setup = setup_of(tmp_path)
+    elsewhere = replace(setup, options=replace(setup.options, weights="resnet50.safetensors"), bases={})
+    [job] = elsewhere.finals(BIRDS, elsewhere.config(BIRDS), 10, (0,))
+    record(elsewhere, job, 79.46)
+    assert replace(setup, available=None).scores(BIRDS, "fair")[0].values == (79.46,)
+    with pytest.raises(ValueError, match="is of a run with other options"):
+        setup.scores(BIRDS, "fair")
+
+
+def test_curves_come_from_runs_that_are_tested_each_epoch(tmp_path):
+    setup = setup_of(tmp_path)
+    row = replace(BIRDS, curve=True)
+    for job in setup.jobs(row, "fair"):
+        record(setup, job, 70.0)
+    last = setup.jobs(row, "fair")[3:]
+    assert [job.name for job in last] == ["resnet50-mpncov-curve-x3-e15-all-s0"]
+    assert last[0].config.eval_every == 1
+    best = setup.jobs(row, "paper")
+    assert best[0].name == "resnet50-mpncov-x20-e15-all-best-s0"
+    assert (best[0].config.select, best[0].config.eval_every) == ("best-test", 1)
+
+
+def test_truncated_runs_are_made_at_the_rate_of_the_whole_spectrum(tmp_path):
+    setup = setup_of(tmp_path)
+    rows = [row for row in find_study("truncation").rows(setup) if row.data == "cub"]
+    assert [row.options.get("subset") for row in rows[:6]] == [None, *(f"top:{d}" for d in (246, 236, 226, 216, 206))]
+    assert {row.options.get("gradient") for row in rows} == {None, "trunc"}
+    assert {job.name for row in rows for job in setup.jobs(row, "fair")} == {
+        f"resnet50-mpncov-x{rate}-e15-val-s0" for rate in (3, 10, 20)
+    }
+
+
+def test_networks_after_imagenet_wait_for_it(tmp_path):
+    rows = find_study("gcp-pretrained").rows(setup_of(tmp_path))
+    row = next(row for row in rows if row.pretrain == "isqrt")
+    setup = setup_of(tmp_path, protocol="paper", scale="paper")
+    first = setup.jobs(row, "paper")
+    assert all(job.config.data.name == "imagenet" for job in first)
+    weights = setup.pretrained(row, "paper")
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    second = setup.jobs(row, "paper")
+    assert {(job.config.data.name, job.config.model.weights) for job in second} == {("cub", str(weights))}
+    assert all("-gcp-" in job.name for job in second)
+    weights.unlink()
+    assert setup.runs(row)
+    assert not replace(setup, available=("cub",)).runs(row)
+
+
+def test_the_subsets_of_table_2_are_there():
+    names = subsets_of(256)
+    assert names[:6] == ["all", "top:206", "top:1+last:50", "last:50", "top:1+last:40", "top:1+last:30"]
+    assert len(set(subsets_of(8))) == len(subsets_of(8))
+
+
+def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
+    setup = replace(setup_of(tmp_path), available=("cub",), seeds=(0,))
+    study = find_study("spectrum")
+    said = cost(study, setup, Speeds(setup, measured=False))
+    images = 2 * 15 * (3 * 0.9 * 5994 + 5994)  # two heads, three rates without the validation images, one seed
+    assert said.runs == 8
+    assert said.known == "stated"
+    assert said.seconds == pytest.approx(images / 780, rel=1e-6)
+    for job in setup.jobs(BIRDS, "fair")[:1]:
+        record(setup, job, 70.0)
+    again = cost(study, setup, Speeds(setup, measured=False))
+    assert again.known == "records"
+    assert again.seconds == pytest.approx(images / 500, rel=1e-6)
