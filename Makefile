@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow lint bench clean
+.PHONY: setup demo test test-slow lint bench docs clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -34,5 +34,14 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/eigengrain bench functional
 
+# the pages, in site/index.html; a warning is an error
+docs: $(VENV)/.docs-installed
+	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+	@echo "site/index.html"
+
+$(VENV)/.docs-installed: $(STAMP) requirements/docs.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/docs.txt
+	touch $@
+
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache runs

@@ -1,0 +1,84 @@
+"""The site: built without a warning, loading nothing from elsewhere, and with every public name in its reference."""
+
+import importlib
+import re
+import subprocess
+import sys
+
+import pytest
+
+from docs.pages import ROOT
+
+PACKAGES = ("functional", "heads", "models", "data", "training", "explain")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_every_public_name_is_in_the_reference(package):
+    text = (ROOT / "docs" / "api" / f"{package}.md").read_text(encoding="utf-8")
+    shown = {name.split(".")[-1] for name in re.findall(r"auto(?:function|class|data|exception):: (\S+)", text)}
+    assert set(importlib.import_module(f"eigengrain.{package}").__all__) <= shown
+
+
+def test_every_name_of_the_reference_exists():
+    for package in PACKAGES:
+        module = ""
+        for line in (ROOT / "docs" / "api" / f"{package}.md").read_text(encoding="utf-8").splitlines():
+            module = line.split()[-1] if "currentmodule::" in line else module
+            match = re.search(r"auto(?:function|class|data|exception):: (\S+)", line)
+            if match:
+                path = match[1] if "." in match[1] else f"{module}.{match[1]}"
+                owner, _, name = path.rpartition(".")
+                assert hasattr(importlib.import_module(owner), name), path
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    for needed in ("sphinx", "furo", "myst_nb"):
+        pytest.importorskip(needed)
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(ROOT / "docs"), str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return folder
+
+
+@pytest.mark.slow
+def test_pages_load_nothing_from_elsewhere(site):
+    pages = list(site.rglob("*.html"))
+    assert len(pages) > 15
+    for page in pages:
+        loaded = re.findall(
+            r"<(?:script|img|link|iframe|source)[^>]*(?:src|href)=\"((?:https?:)?//[^\"]*)\"", page.read_text()
+        )
+        assert loaded == [], page.name
+    for style in site.rglob("*.css"):
+        assert not re.search(r"url\(['\"]?(?:https?:)?//|@import", style.read_text()), style.name
+
+
+@pytest.mark.slow
+def test_formulas_have_a_local_mathjax(site):
+    text = (site / "mathematics.html").read_text()
+    [script] = re.findall(r"src=\"([^\"?]*mathjax[^\"?]*\.js)", text)
+    assert (site / script).is_file()
+    assert text.count('class="math notranslate') > 40
+
+
+@pytest.mark.slow
+def test_the_reference_of_commands_is_what_help_says(site):
+    text = (site / "commands.html").read_text()
+    for said in ("eigengrain train", "--optimiser.classifier_lr_scale", "eigengrain bench growth", "--split_at"):
+        assert said in text
+
+
+@pytest.mark.slow
+def test_references_of_docstrings_are_links(site):
+    """Unqualified names of docstrings lead to the page of the name, from other modules too."""
+    text = (site / "api" / "functional.html").read_text()
+    assert re.search(r'href="#eigengrain.functional.spectral_function"[^>]*>\s*<code', text)
+
+
+@pytest.mark.slow
+def test_the_reference_has_no_words_of_python_about_its_own_types(site):
+    for page in (site / "api").glob("*.html"):
+        assert not re.search(r"Built-in (?:im)?mutable sequence|Alias for field number", page.read_text()), page.name
