@@ -170,7 +170,7 @@ def test_version_and_help_exit_with_0(capsys):
     for argv, said in (
         (["--version"], f"eigengrain {__version__}"),
         (["--help"], "demo"),
-        (["demo", "--help"], "--samples"),
+        (["demo", "--help"], "--per_class"),
     ):
         with pytest.raises(SystemExit) as stop:
             cli.main(argv)
@@ -188,10 +188,10 @@ def test_every_command_can_be_run_and_explains_its_options(entry):
 
 def test_the_installed_script_prints_no_traceback():
     done = subprocess.run(
-        [sys.executable, "-m", "eigengrain.cli", "demo", "--sampels", "2"], capture_output=True, text=True
+        [sys.executable, "-m", "eigengrain.cli", "demo", "--epohcs", "2"], capture_output=True, text=True
     )
     assert done.returncode == 2
     assert (
         done.stderr
-        == "eigengrain: error: unknown option '--sampels': did you mean '--samples'? (see 'eigengrain demo --help')\n"
+        == "eigengrain: error: unknown option '--epohcs': did you mean '--epochs'? (see 'eigengrain demo --help')\n"
     )

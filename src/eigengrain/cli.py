@@ -16,15 +16,18 @@ from typing import Any, cast
 from jsonargparse import ArgumentError, ArgumentParser
 
 from eigengrain import __version__, errors
-from eigengrain.bench.config import Doctor, FunctionalBench, GrowthBench, HeadsBench, StepBench
+from eigengrain.bench.config import Doctor, FunctionalBench, GrowthBench, HeadsBench, SolversBench, StepBench
+from eigengrain.bench.explain_config import ExplainBench
 from eigengrain.bench.loader import LoaderBench
 from eigengrain.commands.datasets import Datasets
 from eigengrain.commands.evaluate import Evaluate
+from eigengrain.commands.explain import Explain
+from eigengrain.commands.explore import Explore
 from eigengrain.commands.export import Export
 from eigengrain.commands.listing import Heads, Models
 from eigengrain.commands.predict import Predict
 from eigengrain.errors import unknown_name
-from eigengrain.studies.config import GradientTour
+from eigengrain.studies.config import Demo, GradientTour, StudyRun
 from eigengrain.training.config import Train
 
 PROGRAM = "eigengrain"
@@ -63,7 +66,7 @@ class Command:
 
 
 #: help of the words that have commands of their own
-GROUPS = {"bench": "measure speed and memory"}
+GROUPS = {"bench": "measure speed, memory and gradients"}
 
 COMMANDS = (
     Command(
@@ -86,6 +89,21 @@ COMMANDS = (
         Predict,
         "eigengrain.commands.predict:run",
         positional={"images": "*"},
+    ),
+    Command(
+        "explain",
+        "what large and small eigenvalues see in images: maps, measures and a page",
+        Explain,
+        "eigengrain.commands.explain:run",
+        positional={"checkpoint": "?"},
+        expand="eigengrain.commands.explain:expand",
+    ),
+    Command(
+        "explore",
+        "a local web page: split the eigenvalues of an image, and see what each part says and where it looks",
+        Explore,
+        "eigengrain.commands.explore:run",
+        expand="eigengrain.commands.explore:expand",
     ),
     Command(
         "export",
@@ -116,15 +134,28 @@ COMMANDS = (
     ),
     Command(
         "demo",
-        "a tour of the gradients of the covariance root, without training",
-        GradientTour,
-        "eigengrain.studies.gradients:run",
+        "train four heads on drawn birds in a few minutes, and write a report",
+        Demo,
+        "eigengrain.studies.demo:run",
+    ),
+    Command(
+        "study",
+        "a table or figure of the paper: train what is missing, show ours beside the paper's",
+        StudyRun,
+        "eigengrain.studies.campaign:run",
+        positional={"name": "?"},
     ),
     Command(
         "bench functional",
         "time and memory of every square root of a covariance",
         FunctionalBench,
         "eigengrain.bench.functional:run",
+    ),
+    Command(
+        "bench gradients",
+        "every gradient rule of the covariance root against the exact one",
+        GradientTour,
+        "eigengrain.studies.gradients:run",
     ),
     Command(
         "bench heads",
@@ -143,6 +174,18 @@ COMMANDS = (
         "how the time of the SEB layer grows with batch and channels",
         GrowthBench,
         "eigengrain.bench.growth:run",
+    ),
+    Command(
+        "bench solvers",
+        "time of every eigensolver, and the errors of every root of a covariance",
+        SolversBench,
+        "eigengrain.bench.solvers:run",
+    ),
+    Command(
+        "bench explain",
+        "what maps of eigenvalue subsets cost beside the backbone's own passes, and a perturbation",
+        ExplainBench,
+        "eigengrain.bench.explain:run",
     ),
     Command(
         "bench loader",

@@ -57,7 +57,7 @@ def test_measured_sizes_are_those_of_a_real_pass():
 
 def test_covered_backbones_exist():
     assert set(listing.COVERED) <= set(list_backbones())
-    assert len(set(listing.COVERED)) == len(listing.COVERED) == 16
+    assert len(set(listing.COVERED)) == len(listing.COVERED) == 17
 
 
 def test_without_a_pattern_the_covered_backbones_are_measured(monkeypatch, capsys, wide):

@@ -159,9 +159,9 @@ def test_tables_mark_what_leaves_the_bound():
     assert [row[1] for row in ratios.rows] == [report.Cell("1.00"), report.Cell("1.50", True), report.Cell("NaN", True)]
 
 
-def test_the_demo_writes_its_files_and_says_where(tmp_path, capsys):
+def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
     out = tmp_path / "tour"
-    assert cli.main(["demo", "--channels", "8", "--positions", "20", "--samples", "2", "--out", str(out)]) == 0
+    assert cli.main(["bench", "gradients", "--channels", "8", "--positions", "20", "--samples", "2", "--out", str(out)]) == 0
     assert {p.name for p in out.iterdir()} == {"gradients.csv", "gradients.png", "report.html"}
 
     with (out / "gradients.csv").open(newline="") as file:
@@ -184,7 +184,7 @@ def test_the_demo_writes_its_files_and_says_where(tmp_path, capsys):
     assert torch.get_num_threads() >= 1
 
 
-def test_the_demo_runs_without_matplotlib(tmp_path, capsys, monkeypatch):
+def test_the_tour_runs_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(
         gradients, "find_spec", lambda name: None if name == "matplotlib" else importlib.util.find_spec(name)
     )

@@ -53,7 +53,7 @@ def test_there_is_one_for_each_pair_of_the_paper():
     expected |= {f"{data}-resnet50-scripts" for data in FINE} | {"birds-resnet50-modern"}
     expected |= {f"{data}-efficientnet_b5-paper" for data in ("dogs", "inats")}
     expected |= {f"imagenet-{b}-{flavour}" for b in ("alexnet", "resnet50") for flavour in ("paper", "scripts")}
-    assert set(list_recipes()) == expected
+    assert set(list_recipes()) == expected | {"plumage-demo"}
 
 
 # batch, classifier ×, weight decay, epochs and drops of the text, epochs and drops of the scripts

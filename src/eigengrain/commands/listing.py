@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from eigengrain.heads import Head
 
-#: backbones of the paper and of its comparisons, listed where no pattern is given
+#: backbones of the paper and of its comparisons, and that of the demo, listed where no pattern is given
 COVERED = (
     "tv:alexnet",
     "vgg16",
@@ -33,6 +33,7 @@ COVERED = (
     "vit_small_patch16_224",
     "vit_base_patch16_224",
     "swin_tiny_patch4_window7_224",
+    "plumage_net",
 )
 #: with more matches than this, names alone are listed
 MEASURED_UP_TO = 20

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 import timm
 from torchvision import models as torchvision_models
 
+from eigengrain.models import small  # noqa: F401  (registers its network with timm)
 from eigengrain.models.torchvision_trunk import PREFIX
 
 #: timm's prefixes for a network whose description lies on the Hugging Face hub or in a folder
@@ -13,7 +14,7 @@ SOURCES = ("hf-hub:", "local-dir:")
 
 
 def list_backbones(pattern: str = "*") -> list[str]:
-    """Names of the backbones that match a shell pattern: timm's, and torchvision's behind ``tv:``.
+    """Names of the backbones that match a shell pattern: timm's, our own ``plumage_net``, torchvision's behind ``tv:``.
 
     Example:
         >>> list_backbones("*alexnet")

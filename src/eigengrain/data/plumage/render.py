@@ -161,19 +161,22 @@ def _paint_marks(
 ) -> Mask:
     """Paints the marks that a species wears; returns the pixels of all marks, whether it wears them or not."""
     reach = circle(u, v, _HEAD, 0.0)
+    pale, dark = (scene.pale, scene.contrast), (scene.dark, scene.faint)
     shapes = (
-        *((capsule(u, v, start, end, 0.019), marks.bars > i, scene.pale) for i, (start, end) in enumerate(_BARS)),
-        (np.abs(circle(u, v, _EYE, 0.043)) - 0.015, marks.ring, scene.pale),
-        (common([np.abs(head + 0.026) - 0.019, v - 0.30 * u + 0.350]), marks.crown, scene.pale),
-        (union([circle(u, v, spot, 0.022) for spot in _SPOTS]), marks.breast == 1, scene.dark),
-        (common([np.abs(reach - 0.190) - 0.021, 0.14 - u, -0.12 - v]), marks.breast == 2, scene.dark),
+        *((capsule(u, v, start, end, 0.019), marks.bars > i, *pale) for i, (start, end) in enumerate(_BARS)),
+        (np.abs(circle(u, v, _EYE, 0.043)) - 0.015, marks.ring, *pale),
+        (common([np.abs(head + 0.026) - 0.019, v - 0.30 * u + 0.350]), marks.crown, *pale),
+        (union([circle(u, v, spot, 0.022) for spot in _SPOTS]), marks.breast == 1, *dark),
+        (common([np.abs(reach - 0.190) - 0.021, 0.14 - u, -0.12 - v]), marks.breast == 2, *dark),
     )
     beak = coverage(bill, pixel) * (head > 0)
-    _blend(paint, beak, scene.bright if marks.bright_bill else 1.6 * scene.dark)
+    _blend(paint, beak, 1.6 * scene.dark)
+    if marks.bright_bill:
+        _blend(paint, scene.faint * beak, scene.bright)
     parts = beak > 0
-    for shape, worn, colour in shapes:
+    for shape, worn, colour, strength in shapes:
         cover = coverage(shape, pixel)
         parts |= cover > 0
         if worn:
-            _blend(paint, scene.contrast * cover, colour)
+            _blend(paint, strength * cover, colour)
     return parts

@@ -18,7 +18,8 @@ class Nuisance:
         light: largest change of exposure, as a power of 2.
         tint: largest change of one colour channel by the light, relative.
         clutter: shapes in the background, fewest and most.
-        contrast: weakest and strongest blend of a mark over the plumage, 0 to 1.
+        contrast: weakest and strongest blend of the pale marks (bars, ring, crown) over the plumage, 0 to 1.
+        faint: the same for the dark pattern of the breast, and for orange in the bill.
         noise: standard deviation of the pixel noise, white being 1.
     """
 
@@ -28,17 +29,19 @@ class Nuisance:
     light: float = 0.45
     tint: float = 0.1
     clutter: tuple[int, int] = (9, 15)
-    contrast: tuple[float, float] = (0.6, 0.95)
+    contrast: tuple[float, float] = (0.85, 1.0)
+    faint: tuple[float, float] = (0.15, 0.5)
     noise: float = 0.03
 
     def __post_init__(self) -> None:
-        for name in ("length", "clutter", "contrast"):
+        for name in ("length", "clutter", "contrast", "faint"):
             low, high = getattr(self, name)
             if not 0 <= low <= high:
                 raise ValueError(f"{name} must go from a smaller to a larger number, both 0 or more; got {low} and {high}")
-        if self.length[0] < 0.3 or self.contrast[1] > 1:
+        if self.length[0] < 0.3 or max(self.contrast[1], self.faint[1]) > 1:
             raise ValueError(
-                f"length must be at least 0.3 and contrast at most 1, got {self.length[0]} and {self.contrast[1]}"
+                f"length must be at least 0.3, contrast and faint at most 1, got {self.length[0]}, {self.contrast[1]} and "
+                f"{self.faint[1]}"
             )
         for name in ("rotation", "shift", "light", "tint", "noise"):
             if getattr(self, name) < 0:
@@ -61,6 +64,7 @@ class Scene:
     dark: NDArray[np.float32]
     bright: NDArray[np.float32]
     contrast: float
+    faint: float
     exposure: NDArray[np.float32]
     sun: tuple[float, float]
     ground: NDArray[np.float32]
@@ -115,6 +119,7 @@ def draw_scene(rng: np.random.Generator, nuisance: Nuisance) -> Scene:
         dark=near(_DARK, 0.04),
         bright=near(_BRIGHT, 0.05),
         contrast=between(*nuisance.contrast),
+        faint=between(*nuisance.faint),
         exposure=(exposure * (1 + nuisance.tint * (2 * rng.random(3) - 1))).astype(np.float32),
         sun=(math.cos(sun), math.sin(sun)),
         ground=scenery,
