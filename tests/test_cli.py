@@ -187,9 +187,7 @@ def test_every_command_can_be_run_and_explains_its_options(entry):
 
 
 def test_the_installed_script_prints_no_traceback():
-    done = subprocess.run(
-        [sys.executable, "-m", "eigengrain.cli", "demo", "--epohcs", "2"], capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, "-m", "eigengrain.cli", "demo", "--epohcs", "2"], capture_output=True, text=True)
     assert done.returncode == 2
     assert (
         done.stderr

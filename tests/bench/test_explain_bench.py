@@ -10,10 +10,8 @@ from eigengrain.bench.explain_config import ExplainBench
 
 def test_a_run_writes_the_ratio_to_the_passes(tmp_path, capsys):
     out = tmp_path / "explain.csv"
-    config = ExplainBench(
-        backbone="test_resnet", subsets=["all", "top:2"], batch=2, img_size=96, repeats=1, perturbation_steps=2, out=str(out)
-    )
-    run(config)
+    sizes = {"batch": 2, "img_size": 96, "repeats": 1, "perturbation_steps": 2}
+    run(ExplainBench(backbone="test_resnet", subsets=["all", "top:2"], out=str(out), **sizes))
     [row] = csv.DictReader(out.open())
     assert float(row["ratio"]) == pytest.approx(float(row["saliency_seconds"]) / float(row["passes_seconds"]), rel=0.02)
     assert (row["one_forward_and_backward_passes"], row["perturbation_steps"]) == ("4", "2")

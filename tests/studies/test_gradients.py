@@ -161,7 +161,8 @@ def test_tables_mark_what_leaves_the_bound():
 
 def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
     out = tmp_path / "tour"
-    assert cli.main(["bench", "gradients", "--channels", "8", "--positions", "20", "--samples", "2", "--out", str(out)]) == 0
+    sizes = ["--channels", "8", "--positions", "20", "--samples", "2"]
+    assert cli.main(["bench", "gradients", *sizes, "--out", str(out)]) == 0
     assert {p.name for p in out.iterdir()} == {"gradients.csv", "gradients.png", "report.html"}
 
     with (out / "gradients.csv").open(newline="") as file:

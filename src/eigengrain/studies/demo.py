@@ -238,7 +238,7 @@ def next_commands(demo: Demo) -> list[str]:
     lines = []
     if example is not None:
         place = shlex.quote(str(_folder(demo, example, demo.seeds[0])))
-        lines.append(f"eigengrain evaluate --checkpoint {place} --subset all --subset top:32 --subset last:32")
+        lines.append(f"eigengrain evaluate --checkpoint {place} --subset all --subset top:32 --subset last:32 --workers 0")
     lines.append(f"eigengrain train --recipe {RECIPE} --data.name folder --data.root FOLDER --out runs/mine")
     return lines
 

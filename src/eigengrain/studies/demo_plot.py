@@ -66,7 +66,7 @@ def draw_curves(
         _lines(left, accuracy)
         _lines(right, loss)
         _lines(right, training_loss, ":", marked=False)
-        left.set_ylim(0, 100)
+        left.set_ylim(0, 103)
         right.set_yscale("log")  # from chance to nearly nothing, and a first epoch that may be far above chance
         right.yaxis.set_major_formatter("{x:g}")
         for axes, title in ((left, "test accuracy, %"), (right, "loss: test images (lines), training images (dotted)")):
