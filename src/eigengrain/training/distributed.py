@@ -3,6 +3,7 @@
 import atexit
 import os
 import random
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,6 +77,8 @@ class Process:
 #: for gloo's threads, which need Python's lock to let go of a tensor. Python's own handle on the group hands the lock over
 #: while it waits. A DistributedDataParallel does not, so it must never be the last to hold a group, or both wait for ever.
 _left: list[Any] = []
+#: seconds that gloo's threads are given for that
+_SETTLE = 0.2
 atexit.register(_left.clear)
 
 
@@ -100,6 +103,10 @@ def join(device: str) -> Iterator[Process]:
     try:
         yield Process(chosen, dist.get_rank(), world_size)
     finally:
+        if chosen.type != "cuda":
+            # gloo's threads drop the tensors of the last exchange with Python's lock; one that asks for the lock when the
+            # interpreter is gone ends the process with SIGABRT
+            time.sleep(_SETTLE)
         _left.append(dist.group.WORLD)
         dist.destroy_process_group()
 
