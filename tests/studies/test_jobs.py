@@ -1,4 +1,4 @@
-"""Jobs of a study: done once, continued where they stopped, with analyses that see what was trained."""
+"""Jobs of a study: done once, continued where they stopped, with analyses that see what was trained_runs."""
 
 import json
 from dataclasses import replace
@@ -19,29 +19,16 @@ def drawn(monkeypatch):
     monkeypatch.setattr(jobs, "open_sources", sources)
 
 
-@pytest.fixture
-def trained(monkeypatch):
-    """Names of the runs that were really trained."""
-    names, real = [], jobs.train
-
-    def train(config, sources):
-        names.append(config.out.rsplit("/", 1)[-1])
-        return real(config, sources)
-
-    monkeypatch.setattr(jobs, "train", train)
-    return names
-
-
 def two(epochs=1):
     config = small("unused", epochs=epochs)
     return [Job(f"seed{seed}", replace(config, seed=seed), ("spectrum", "subset-accuracy")) for seed in (0, 1)]
 
 
-def test_each_job_is_done_once(drawn, trained, tmp_path):
+def test_each_job_is_done_once(drawn, trained_runs, tmp_path):
     first = run_jobs(two(), tmp_path)
-    assert trained == ["seed0", "seed1"]
+    assert trained_runs == ["seed0", "seed1"]
     assert run_jobs(two(), tmp_path) == first
-    assert trained == ["seed0", "seed1"]
+    assert trained_runs == ["seed0", "seed1"]
     (tmp_path / "records" / "seed1.json").unlink()
     again = run_jobs(two(), tmp_path)
     assert again["seed1"]["analyses"] == first["seed1"]["analyses"]
@@ -61,7 +48,7 @@ def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_
     assert spectrum["log10_condition"] == sorted(spectrum["log10_condition"])
 
 
-def test_an_interrupted_study_goes_on(drawn, trained, tmp_path, monkeypatch):
+def test_an_interrupted_study_goes_on(drawn, trained_runs, tmp_path, monkeypatch):
     real = jobs.train
 
     def stopped(config, sources):
@@ -74,7 +61,7 @@ def test_an_interrupted_study_goes_on(drawn, trained, tmp_path, monkeypatch):
         run_jobs(two(), tmp_path)
     monkeypatch.setattr(jobs, "train", real)
     assert set(run_jobs(two(), tmp_path)) == {"seed0", "seed1"}
-    assert trained == ["seed0", "seed1"]
+    assert trained_runs == ["seed0", "seed1"]
 
 
 def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
@@ -86,7 +73,7 @@ def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
         run_jobs(two()[:1], tmp_path)
 
 
-def test_no_job_begins_that_would_end_too_late(drawn, trained, tmp_path):
+def test_no_job_begins_that_would_end_too_late(drawn, trained_runs, tmp_path):
     assert set(run_jobs(two(), tmp_path, seconds=1e-3)) == {"seed0"}  # how long one takes is not known before the first
 
 

@@ -16,20 +16,11 @@ from eigengrain.studies.catalogue import STUDIES
 SMOKE = ["--scale", "smoke", "--device", "cpu"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory):
-    """One thread, drawings in a folder of their own, a wide terminal."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EIGENGRAIN_CACHE", str(tmp_path_factory.mktemp("drawn")))
-        patch.setenv("COLUMNS", "200")
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")
-def everything(tmp_path_factory):
+def everything(surroundings, tmp_path_factory):
     """The folder of a whole campaign, and how often each run was trained in it."""
     out, trained, real = tmp_path_factory.mktemp("study"), [], jobs.train
 
@@ -41,19 +32,6 @@ def everything(tmp_path_factory):
         patch.setattr(jobs, "train", train)
         assert cli.main(["study", "all", *SMOKE, "--out", str(out)]) == 0
     return out, trained
-
-
-@pytest.fixture
-def counted(monkeypatch):
-    """Names of the runs that a test trains."""
-    names, real = [], jobs.train
-
-    def train(config, sources):
-        names.append(config.out.rsplit("/", 1)[-1])
-        return real(config, sources)
-
-    monkeypatch.setattr(jobs, "train", train)
-    return names
 
 
 def rows_of(path):
@@ -166,37 +144,37 @@ def test_the_page_is_one_file_with_every_study_in_it(everything):
     assert "http" not in text
 
 
-def test_a_second_start_trains_nothing(everything, counted):
+def test_a_second_start_trains_nothing(everything, trained_runs):
     out, _ = everything
     before = (out / "truncation.csv").read_bytes()
     assert cli.main(["study", "truncation", *SMOKE, "--out", str(out)]) == 0
-    assert counted == []
+    assert trained_runs == []
     assert (out / "truncation.csv").read_bytes() == before
 
 
-def test_a_study_that_was_stopped_goes_on_without_repeating(counted, tmp_path, monkeypatch, capsys):
+def test_a_study_that_was_stopped_goes_on_without_repeating(trained_runs, tmp_path, monkeypatch, capsys):
     real = jobs.train
 
     def stopped(config, sources):
-        if len(counted) == 3:
+        if len(trained_runs) == 3:
             raise KeyboardInterrupt
         return real(config, sources)
 
     monkeypatch.setattr(jobs, "train", stopped)
     command = ["study", "paths", *SMOKE, "--out", str(tmp_path)]
     assert cli.main(command) == 130
-    first = list(counted)
+    first = list(trained_runs)
     assert len(first) == 3
     monkeypatch.setattr(jobs, "train", real)
     assert cli.main(command) == 0
-    assert counted[:3] == first
-    assert len(counted) == len(set(counted)) == 9  # three paths: two rates each, then the better one
+    assert trained_runs[:3] == first
+    assert len(trained_runs) == len(set(trained_runs)) == 9  # three paths: two rates each, then the better one
     assert all(row["fair_protocol_n"] == "1" for row in rows_of(tmp_path / "paths.csv"))
 
 
-def test_time_that_is_over_leaves_rows_that_say_so(counted, tmp_path, capsys):
+def test_time_that_is_over_leaves_rows_that_say_so(trained_runs, tmp_path, capsys):
     assert cli.main(["study", "paths", *SMOKE, "--out", str(tmp_path), "--seconds", "0.001"]) == 0
-    assert len(counted) <= 1
+    assert len(trained_runs) <= 1
     said = capsys.readouterr().out
     assert "stopped for lack of time" in said
     assert all(row["fair_protocol_mean"] == "not run" for row in rows_of(tmp_path / "paths.csv"))
@@ -204,7 +182,7 @@ def test_time_that_is_over_leaves_rows_that_say_so(counted, tmp_path, capsys):
     assert not (tmp_path / "paths.png").exists()
 
 
-def test_records_from_elsewhere_are_shown_and_not_made_again(everything, counted, tmp_path, monkeypatch, capsys):
+def test_records_from_elsewhere_are_shown_and_not_made_again(everything, trained_runs, tmp_path, monkeypatch, capsys):
     records = tmp_path / "theirs"
     shutil.copytree(everything[0] / "records", records)
     out = tmp_path / "mine"
@@ -213,7 +191,7 @@ def test_records_from_elsewhere_are_shown_and_not_made_again(everything, counted
     assert cli.main(["study", "factors", "--only_report", *options]) == 0
     assert rows_of(out / "factors.csv") == rows_of(everything[0] / "factors.csv")
     assert cli.main(["study", "factors", *options]) == 0
-    assert counted == []
+    assert trained_runs == []
     assert cli.main(["study", "report", *options]) == 0
     text = (out / "report.html").read_text(encoding="utf-8")
     assert "constant 100" in text
@@ -228,12 +206,12 @@ def test_a_page_without_records_lists_what_could_be_run(tmp_path):
     assert all(f"eigengrain study {study.name} --data FOLDER" in text for study in STUDIES)
 
 
-def test_the_papers_protocol_has_a_column_of_its_own(everything, counted, tmp_path, capsys):
+def test_the_papers_protocol_has_a_column_of_its_own(everything, trained_runs, tmp_path, capsys):
     out = tmp_path / "both"
     options = ["--out", str(out), "--records", str(everything[0] / "records"), "--protocol", "both"]
     assert cli.main(["study", "paths", *SMOKE, *options]) == 0
-    assert all("-best-" in name for name in counted)
-    assert len(counted) == 3
+    assert all("-best-" in name for name in trained_runs)
+    assert len(trained_runs) == 3
     for row in rows_of(out / "paths.csv"):
         assert (row["fair_protocol_n"], row["paper_protocol_n"]) == ("1", "1")
         assert row["paper_protocol_rate"] == "10.0"

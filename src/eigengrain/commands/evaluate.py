@@ -92,11 +92,11 @@ def run(config: Evaluate) -> None:
     from eigengrain.training.evaluation import evaluate
 
     subsets = [str(EigenSubset.parse(text)) for text in config.subset] or ["own"]
-    folder, training = _find(config.checkpoint)
+    folder, training = find_run(config.checkpoint)
     out = writable(config.out or Path(config.checkpoint) / "evaluation.csv")
     per_class = writable(config.per_class) if config.per_class else None
     with join(config.device) as process:
-        model, dataset = _open(config, folder, training)
+        model, dataset = open_for_evaluation(config, folder, training)
         model.to(process.device)
         loader = make_loader(
             dataset,
@@ -149,7 +149,7 @@ def _class_rows(score: "Score", model: "CovarianceNet", classes: Sequence[str]) 
     return rows
 
 
-def _find(checkpoint: str) -> tuple[Path, "Train | None"]:
+def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
     """The folder of the model, and the options that it was trained with where they are known."""
     import yaml  # type: ignore[import-untyped]
 
@@ -170,7 +170,7 @@ def _find(checkpoint: str) -> tuple[Path, "Train | None"]:
     return path / "model", from_mapping(values)
 
 
-def _open(config: Evaluate, folder: Path, training: "Train | None") -> tuple["CovarianceNet", Any]:
+def open_for_evaluation(config: Evaluate, folder: Path, training: "Train | None") -> tuple["CovarianceNet", Any]:
     """The model and its images."""
     from eigengrain.data import build_transform
     from eigengrain.models import from_pretrained

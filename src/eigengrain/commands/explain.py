@@ -217,14 +217,14 @@ def open_source(config: Explain) -> Source:
     Raises:
         ValueError: if one of them is not there, or they do not fit.
     """
-    from eigengrain.commands.evaluate import Evaluate, _find, _open
+    from eigengrain.commands.evaluate import Evaluate, find_run, open_for_evaluation
     from eigengrain.data.transforms import Pipeline
     from eigengrain.models import from_pretrained
 
     place = Path(config.checkpoint)
     if place.name == "model" and (place.parent / "args.yaml").is_file():
         place = place.parent  # the training folder says which images, and how they were prepared
-    folder, training = _find(str(place))
+    folder, training = find_run(str(place))
     if config.images:
         model = from_pretrained(folder)
         dataset, problems = _given_images(config, model)
@@ -232,7 +232,7 @@ def open_source(config: Explain) -> Source:
     if config.data is None and training is None:
         raise ValueError(f"{config.checkpoint!r} does not say its images: give --images, or --data and --root")
     asked = Evaluate(str(place), config.data, config.root, config.data_options, config.split)
-    model, dataset = _open(asked, folder, training)
+    model, dataset = open_for_evaluation(asked, folder, training)
     if not isinstance(dataset.transform, Pipeline):
         dataset.transform = _transform(model)
     if model.class_names is None:

@@ -13,13 +13,12 @@ from eigengrain.functional.scaling import qs_and_slope
 from eigengrain.models import CovarianceNet
 from eigengrain.training.config import Train
 from eigengrain.training.evaluation import MixedPrecision, evaluate
+from eigengrain.training.telemetry import small_part
 
 #: of the distributions over images that records keep
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 #: edges of the histogram of log10 of the eigenvalues
 EDGES = [-12 + 0.25 * k for k in range(65)]
-
-
 #: so many test images at most, evenly spaced, for what costs several passes a picture
 SURVEYED = 2000
 
@@ -51,7 +50,7 @@ def spectrum(trained: Trained) -> dict[str, Any]:
     d = values.shape[-1]
     values = torch.maximum(values, d * torch.finfo(torch.float64).eps * values[:, :1])
     share = values / values.sum(-1, keepdim=True)
-    last = 50 if d >= 100 else max(d // 5, 1)
+    last = small_part(d)
     factor = qs_and_slope(values)[0]
     logs = values.log10()
     inside = logs.flatten().clamp(EDGES[0], EDGES[-1])  # the ends hold what is beyond them
@@ -81,7 +80,7 @@ def subsets_of(d: int) -> list[str]:
         >>> subsets_of(256)[:4]
         ['all', 'top:206', 'top:1+last:50', 'last:50']
     """
-    last = 50 if d >= 100 else max(d // 5, 1)
+    last = small_part(d)
     fewer = [f"top:1+last:{k}" for k in (4 * last // 5, 3 * last // 5) if k]
     top = [k for k in (128, 64, 32, 16, 8, 4, 2, 1) if k < d - last]
     return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *fewer, *(f"top:{k}" for k in top)]

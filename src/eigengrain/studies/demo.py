@@ -4,7 +4,6 @@ Every run goes through the loop of ``eigengrain train`` with the recipe ``plumag
 settled with the head ``gap`` alone, so that no other head is favoured; see ``benchmarks/plumage-difficulty.csv``.
 """
 
-import csv
 import io
 import shlex
 import shutil
@@ -36,7 +35,7 @@ from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.interrupt import Interrupted
 from eigengrain.training.loop import train
 from eigengrain.training.sources import Sources, open_sources
-from eigengrain.training.telemetry import spectrum_row
+from eigengrain.training.telemetry import read_summary, spectrum_row
 
 RECIPE = "plumage-demo"
 RESULTS = "results.json"
@@ -147,9 +146,7 @@ def open_finished(run: Train, sources: Sources) -> Finished:
     test = sources.test
     test.transform = build_transform(run.data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     seen = look(model, make_loader(test, 100, train=False))
-    with (Path(run.out) / "summary.csv").open(newline="", encoding="utf-8") as file:
-        epochs = [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
-    return Finished(run, epochs, seen)
+    return Finished(run, read_summary(Path(run.out) / "summary.csv"), seen)
 
 
 def comparison(rows: Sequence[Row]) -> report.TableData:

@@ -4,7 +4,6 @@ A record holds everything that tables and figures need, so a study can be contin
 alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, which may be thrown away).
 """
 
-import csv
 import json
 import shutil
 import time
@@ -25,6 +24,7 @@ from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import Process
 from eigengrain.training.loop import train
 from eigengrain.training.sources import Sources, make_loaders, open_sources
+from eigengrain.training.telemetry import read_summary
 
 Record = dict[str, Any]
 
@@ -160,7 +160,7 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
             "epoch": result.epoch,
             "scores": result.scores,
             "seconds": round(seconds, 1),
-            "epochs": _epochs(out / "summary.csv"),
+            "epochs": read_summary(out / "summary.csv"),
             "environment": describe(pick_device(config.device)),
             "analyses": {},
         }
@@ -198,8 +198,3 @@ def _trained(config: Train, sources: Sources, folder: Path) -> Trained:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loaders = make_loaders(sources, model, config, Process(device))
     return Trained(model.eval(), sources.test, loaders.test, config)
-
-
-def _epochs(path: Path) -> list[dict[str, float]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{key: float(value) for key, value in row.items() if value} for row in csv.DictReader(file)]

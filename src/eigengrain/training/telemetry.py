@@ -59,6 +59,16 @@ class Meter:
         }
 
 
+def small_part(d: int) -> int:
+    """How many of d eigenvalues count as the small ones: the last 50, or the last fifth where there are few.
+
+    Example:
+        >>> small_part(256), small_part(64), small_part(3)
+        (50, 12, 1)
+    """
+    return LAST if d >= 2 * LAST else max(d // 5, 1)
+
+
 def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]:
     r"""Medians over a batch of what its spectra say.
 
@@ -78,7 +88,7 @@ def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]
     """
     values = eigenvalues.detach().double().cpu()
     d = values.shape[-1]
-    last = LAST if d >= 2 * LAST else max(d // 5, 1)
+    last = small_part(d)
     energy = values.sum(-1)
     floor = d * torch.finfo(torch.float64).eps * values[:, 0]
     row = {
@@ -127,6 +137,12 @@ class Summary:
             raise CheckpointError(
                 f"cannot write {self.path} ({error.strerror}): free some space and go on with --resume"
             ) from error
+
+
+def read_summary(path: Path) -> list[dict[str, float]]:
+    """The epochs of a ``summary.csv``, with the columns that have a number in them."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 
 
 def _number(value: Any) -> str:
