@@ -23,20 +23,11 @@ from eigengrain.training.sources import open_sources
 TINY = ["--epochs", "1", "--per_class", "5"]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def surroundings(tmp_path_factory):
-    """One thread, drawings in a folder of their own, a wide terminal."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("EIGENGRAIN_CACHE", str(tmp_path_factory.mktemp("drawn")))
-        patch.setenv("COLUMNS", "120")
-        yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("surroundings")
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+def trained(surroundings, tmp_path_factory):
     """The folder of a demo that has ended."""
     out = tmp_path_factory.mktemp("demo")
     assert cli.main(["demo", *TINY, "--out", str(out)]) == 0
