@@ -43,8 +43,8 @@ def make(head="mpncov", reduce=D, dtype=F64, between=None, num_classes=CLASSES, 
     backbone = Backbone("trunk", {}, None, Trunk(between), FeatureLayout("NCHW"), 6, description, "")
     model = CovarianceNet(backbone, head, num_classes, reduce=reduce, head_options=options).to(dtype).eval()
     for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
-        nn.init.normal_(norm.bias, std=0.3)
-        nn.init.uniform_(norm.running_var, 0.2, 0.5)
+        nn.init.normal_(norm.bias, mean=0.3, std=0.1)  # so that no channel is dead
+        nn.init.uniform_(norm.running_var, 0.02, 0.05)
     return model
 
 
