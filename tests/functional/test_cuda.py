@@ -102,6 +102,21 @@ def test_replayed_graphs_give_what_plain_calls_give():
     assert torch.equal(results[-1][0], results[-2][0])  # an output is the caller's own
 
 
+@batched
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_the_replayed_eigensolver(dtype):
+    """Recorded at the third call, in inference mode too; a result is not touched by those after it."""
+    shapes, found = [(5, 48), (3, 33)], []
+    for number in range(6):
+        for batch, d in shapes:
+            p = matrix(log_spectrum(d, 1e3), seed=number, batch=batch).to("cuda", dtype)
+            with torch.inference_mode(number < 4):
+                values, vectors = eigh(p, "cusolver-batched")
+            found.append((p, values, vectors))
+    for p, values, vectors in found:
+        assert relative((vectors * values.unsqueeze(-2)) @ vectors.mT, p) < 4 * 48 * torch.finfo(dtype).eps
+
+
 def test_replayed_newton_schulz():
     for _ in range(5):
         x = torch.randn(3, 24, 60, device="cuda", dtype=F64, requires_grad=True)

@@ -24,19 +24,29 @@ _REMEMBERED = 4
 _WORTH_IT = 2
 
 
+@functools.cache
+def _pool(device: torch.device, stream: int) -> Any:
+    """Memory that recordings of a stream share: they run one after the other, and their outputs are copied at once."""
+    return torch.cuda.graph_pool_handle()
+
+
 class _Recording:
     """A captured call: its own copies of the inputs, and outputs that the next replay overwrites."""
 
     def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]):
-        self.inputs = tuple(t.clone() for t in tensors)
-        stream = torch.cuda.Stream(tensors[0].device)
-        stream.wait_stream(torch.cuda.current_stream(tensors[0].device))
-        with torch.cuda.stream(stream):  # cuBLAS makes its workspaces before the capture, not in it
-            function(*self.inputs, **options)
-        torch.cuda.current_stream(tensors[0].device).wait_stream(stream)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.device(tensors[0].device), torch.cuda.graph(self.graph):
-            self.outputs = function(*self.inputs, **options)
+        device = tensors[0].device
+        current = torch.cuda.current_stream(device)
+        # an evaluation may come first, and what is made in its inference mode could not be written by a training
+        with torch.inference_mode(False), torch.no_grad():
+            self.inputs = tuple(t.clone() for t in tensors)
+            stream = torch.cuda.Stream(device)
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):  # libraries make their workspaces before the capture, not in it
+                function(*self.inputs, **options)
+            current.wait_stream(stream)
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.device(device), torch.cuda.graph(self.graph, pool=_pool(device, current.cuda_stream)):
+                self.outputs = function(*self.inputs, **options)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
         for own, given in zip(self.inputs, tensors, strict=True):
