@@ -1,6 +1,7 @@
 """Exported models give the scores of PyTorch's own route through the eigensolver, and models are left as they were."""
 
 import json
+import math
 import re
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 
 import eigengrain
+from eigengrain.functional import products
 from eigengrain.heads import list_heads
 from eigengrain.models import create_model, export, onnx_file
 from eigengrain.models.export import (
@@ -107,6 +109,16 @@ def paper_in_numpy(model, x):
         vectors.append(((1 + s) * (u * np.sqrt(eigenvalues)) @ u.T)[np.triu_indices(len(sample))])
     weight, bias = (p.double().numpy() for p in model.classifier.parameters())
     return np.stack(vectors) @ weight.T + bias
+
+
+def test_numbers_keep_their_digits(tmp_path):
+    """The exporter rounds them to float32, with which the iteration of the root may diverge at short rank."""
+    export_onnx(trained_like(head="mpncov+seb"), tmp_path / "model.onnx", img_size=64, verify=False)
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    values = [onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer]
+    written = {float(number) for array in values if array.dtype == np.float64 for number in array.flat}
+    assert {c for row in products.QUINTIC for c in row} <= written
+    assert {1 / math.factorial(k) for k in range(1, 8)} <= written
 
 
 @pytest.mark.slow

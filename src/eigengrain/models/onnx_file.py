@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 
 def convert(
@@ -42,9 +44,45 @@ def convert(
             )
     except torch.onnx.OnnxExporterError as error:
         raise ValueError(first_line(error.__cause__ or error)) from error
+    _restore_digits(converted.model, _numbers(program))
     ClearMetadataAndDocStringPass()(converted.model)  # stack traces with paths
     DeduplicateInitializersPass(size_limit=2**20)(converted.model)  # an identity matrix for each step of an iteration
     return converted
+
+
+def _numbers(program: torch.export.ExportedProgram) -> set[float]:
+    """The numbers that are written in a program's operations."""
+    found: set[float] = set()
+    for node in program.graph.nodes:
+        values, _ = tree_flatten((node.args, node.kwargs))
+        found.update(value for value in values if isinstance(value, float))
+    return found
+
+
+def _restore_digits(model: Any, numbers: set[float]) -> None:
+    """Put the numbers of a program back to double precision, as the exporter rounds them to float32 on their way.
+
+    With rounded coefficients the iterations for a square root lose half of their digits, and may diverge: one of them
+    multiplies what lies beyond its interval by 13 in each step.
+    """
+    import onnx_ir
+
+    exact = {float(np.float32(number)): number for number in numbers}
+
+    def restored(tensor: Any) -> Any:
+        values = tensor.numpy()
+        if values.dtype != np.float64:
+            return tensor
+        kinds, places = np.unique(values, return_inverse=True)
+        better = np.array([exact.get(float(kind), kind) for kind in kinds])
+        return onnx_ir.tensor(better[places].reshape(values.shape), name=tensor.name)
+
+    for value in model.graph.initializers.values():
+        value.const_value = restored(value.const_value)
+    for node in model.graph.all_nodes():
+        if node.op_type == "Constant" and "value" in node.attributes:
+            tensor = node.attributes["value"].as_tensor()
+            node.attributes["value"] = onnx_ir.AttrTensor("value", restored(tensor))
 
 
 def runner(path: str | os.PathLike[str]) -> Callable[[Tensor], Tensor]:
@@ -89,7 +127,6 @@ def _quiet() -> Iterator[None]:
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
     """What PyTorch's exporter lacks: writing to the diagonal of a matrix, and to strided places in general."""
-    import numpy as np
     from onnxscript import opset18 as op
 
     def constant(values: Any) -> Any:
