@@ -10,9 +10,10 @@ from eigengrain.bench.explain_config import ExplainBench
 
 def test_a_run_writes_the_ratio_to_the_passes(tmp_path, capsys):
     out = tmp_path / "explain.csv"
-    sizes = {"batch": 2, "img_size": 96, "repeats": 1, "perturbation_steps": 2}
+    sizes = {"batch": [2, 1], "img_size": 96, "repeats": 1, "perturbation_steps": 2}
     run(ExplainBench(backbone="test_resnet", subsets=["all", "top:2"], out=str(out), **sizes))
-    [row] = csv.DictReader(out.open())
+    row, single = csv.DictReader(out.open())
+    assert (row["batch"], single["batch"]) == ("2", "1")
     assert float(row["ratio"]) == pytest.approx(float(row["saliency_seconds"]) / float(row["passes_seconds"]), rel=0.02)
     assert (row["one_forward_and_backward_passes"], row["perturbation_steps"]) == ("4", "2")
     assert "4 backward passes" in " ".join(capsys.readouterr().out.split())

@@ -5,6 +5,7 @@ import math
 import subprocess
 import sys
 import time
+from itertools import product
 
 import numpy as np
 import pytest
@@ -215,11 +216,11 @@ def test_the_command_writes_both_files(tmp_path, capsys):
     files = {path.name: list(csv.DictReader(path.open(newline=""))) for path in (tmp_path / "made").iterdir()}
     assert set(files) == {"eigensolvers-here.csv", "accuracy-here.csv"}
     times, errors = files["eigensolvers-here.csv"], files["accuracy-here.csv"]
-    assert [(row["channels"], row["dtype"], row["eigensolver"]) for row in times] == [
-        (d, dtype, name) for d in "48" for dtype in ("float32", "float64") for name in ("torch.linalg.eigh", "torch")
-    ]
-    cases = [(float(row["condition"]), int(row["positions"])) for row in errors]
-    assert list(dict.fromkeys(cases)) == [(1e4, 20), (1e4, 4), (1e10, 20), (1e10, 4)]
+    columns = ("channels", "dtype", "matrices", "eigensolver")
+    cases = product("48", ("float32", "float64"), ("covariance", "symmetric"), ("torch.linalg.eigh", "torch"))
+    assert [tuple(row[name] for name in columns) for row in times] == list(cases)
+    known = [(float(row["condition"]), int(row["positions"])) for row in errors]
+    assert list(dict.fromkeys(known)) == [(1e4, 20), (1e4, 4), (1e10, 20), (1e10, 4)]
     assert len(errors) == 4 * len(accuracy.ROUTES) - 2  # no Gram matrix at 20 positions
     for row in (*times, *errors):
         assert (row["eigengrain"], row["torch"]) == (eigengrain.__version__, torch.__version__)

@@ -5,13 +5,13 @@ from collections.abc import Callable
 from statistics import median
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from eigengrain.bench.explain_config import ExplainBench
 from eigengrain.bench.functional import Row, in_turn, synchronise
 from eigengrain.explain import EigenPerturbation, attribute_rules
 from eigengrain.models import CovarianceNet, create_model
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -77,16 +77,22 @@ def run(config: ExplainBench) -> None:
     model = (
         create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride).to(device).eval()
     )
-    images = torch.randn(config.batch, 3, config.img_size, config.img_size, device=device)
-    with progress_bar(Console(stderr=True)) as progress:
-        task = progress.add_task("measuring", total=2 * (config.repeats + 2) + bool(config.perturbation_steps))
-        row = measure(config, model, images, lambda name: progress.update(task, advance=1, description=name))
-    write_csv(path, [{**row, **describe(device)}])
-    console = Console()
-    console.print(
-        f"{row['batch']} images, {len(config.subsets)} subsets × {len(config.rules)} rules: {row['saliency_seconds']} s, "
-        f"{row['ratio']} times one forward and {row['one_forward_and_backward_passes']} backward passes of the backbone"
-    )
-    if config.perturbation_steps:
-        console.print(f"{config.perturbation_steps} steps of perturbation: {row['perturbation_seconds']} s")
+    console, rows = output.reading(), []
+    with progress_bar() as progress:
+        each = 2 * (config.repeats + 2) + bool(config.perturbation_steps)
+        task = progress.add_task("measuring", total=each * len(config.batches))
+        for batch in config.batches:
+            images = torch.randn(batch, 3, config.img_size, config.img_size, device=device)
+            row = measure(config, model, images, lambda name: progress.update(task, advance=1, description=name))
+            rows.append({**row, **describe(device)})
+            write_csv(path, rows)
+    for row in rows:
+        console.print(
+            f"{row['batch']} images, {len(config.subsets)} subsets × {len(config.rules)} rules: "
+            f"{row['saliency_seconds']} s, {row['ratio']} times one forward and {row['one_forward_and_backward_passes']} "
+            "backward passes of the backbone"
+        )
+        if config.perturbation_steps:
+            console.print(f"{config.perturbation_steps} steps of perturbation: {row['perturbation_seconds']} s")
     console.print(f"written to {path}", soft_wrap=True)
+    output.result({"rows": rows, "files": [path]}, [path])

@@ -12,7 +12,7 @@ class ExplainBench:
         head: with eigenvalues.
         subsets: of the eigenvalues, such as [all,top:206,last:50].
         rules: at the rectifiers.
-        batch: images that are explained together.
+        batch: images that are explained together; several as [16,32].
         img_size: side of the images.
         last_stride: 1 for a feature map twice as large in each direction, 2 for the backbone as it is.
         perturbation_steps: steps of a perturbation of the same images; 0 for none.
@@ -26,7 +26,7 @@ class ExplainBench:
     head: str = "mpncov"
     subsets: list[str] = field(default_factory=lambda: ["all", "top:206", "last:50"])
     rules: list[str] = field(default_factory=lambda: ["vanilla", "deconv"])
-    batch: int = 16
+    batch: list[int] | int = 16
     img_size: int = 448
     last_stride: int = 1
     perturbation_steps: int = 0
@@ -36,6 +36,13 @@ class ExplainBench:
     out: str | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("batch", 1), ("img_size", 32), ("repeats", 1), ("perturbation_steps", 0)):
+        if not self.batches or min(self.batches) < 1:
+            raise ValueError(f"--batch must be at least 1, got {self.batch}")
+        for name, least in (("img_size", 32), ("repeats", 1), ("perturbation_steps", 0)):
             if getattr(self, name) < least:
                 raise ValueError(f"--{name} must be at least {least}, got {getattr(self, name)}")
+
+    @property
+    def batches(self) -> list[int]:
+        """One or several."""
+        return [self.batch] if isinstance(self.batch, int) else self.batch

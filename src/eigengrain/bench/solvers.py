@@ -2,12 +2,12 @@
 
 import time
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from statistics import median
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -17,6 +17,7 @@ from eigengrain.bench.config import SolversBench, full_rank_positions
 from eigengrain.bench.functional import Row, in_turn, short, synchronise
 from eigengrain.functional import cusolver
 from eigengrain.functional.eigen import _choose, decompose
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -61,6 +62,17 @@ def random_covariances(batch: int, d: int, device: torch.device, dtype: torch.dt
     return F.covariance(x, dtype=torch.float64).to(dtype)
 
 
+def random_symmetric(batch: int, d: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    """(batch, d, d) with independent entries, whose eigenvalues spread evenly around 0, as no covariance's do."""
+    generator = torch.Generator().manual_seed(seed)
+    a = torch.randn(batch, d, d, generator=generator, dtype=torch.float64).to(device)
+    return (a + a.mT).div_(2).to(dtype)
+
+
+#: an iterative eigensolver takes longer where eigenvalues are far apart, so both are timed
+MATRICES = {"covariance": random_covariances, "symmetric": random_symmetric}
+
+
 def _timed(work: Callable[[], object], device: torch.device) -> float:
     """Seconds until everything is done."""
     synchronise(device)
@@ -89,20 +101,22 @@ def measure(
     warmup: int,
     device: torch.device,
     dtype: torch.dtype,
+    kind: str = "covariance",
     seed: int = 0,
     advance: Callable[[str], None] = lambda name: None,
 ) -> list[Row]:
-    """Time every eigensolver on one batch of covariances, in turn.
+    """Time every eigensolver on one batch of matrices, in turn.
 
     Args:
         batch, d: of the matrices (batch, d, d).
         dtype: of the matrices, and of the work.
+        kind: of :data:`MATRICES`.
         advance: called with the eigensolver's name after each run.
 
     Returns:
         a row an eigensolver: milliseconds, the ratio to the reference, what is left of P; None without enough memory.
     """
-    p = random_covariances(batch, d, device, dtype, seed)
+    p = MATRICES[kind](batch, d, device, dtype, seed)
     solvers = eigensolvers_on(device)
     works = {name: (lambda solver=solver: _timed(lambda: solver(p), device)) for name, solver in solvers.items()}
     seconds = in_turn(works, repeats=repeats, warmup=warmup, advance=advance)
@@ -114,6 +128,7 @@ def measure(
             {
                 "batch": batch,
                 "channels": d,
+                "matrices": kind,
                 "dtype": str(dtype).removeprefix("torch."),
                 "eigensolver": name,
                 "of_auto": "yes" if name == _choose("auto", p) else "no",
@@ -129,23 +144,24 @@ def measure(
 def table(rows: list[Row]) -> Table:
     """The rows for reading."""
     view = Table(
-        title="eigenvalues and eigenvectors of random covariances",
+        title="eigenvalues and eigenvectors of random matrices",
         caption=f"medians; ratio: to {REFERENCE}; residual: what the factors leave of P, relative; *: what backend='auto' "
         "takes (the public function decomposes float32 matrices in float64 too); –: the device's memory is too small",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    for heading in ("B × d²", "dtype", "eigensolver"):
+    for heading in ("B × d²", "matrices", "dtype", "eigensolver"):
         view.add_column(heading, no_wrap=True)
     for heading in ("ms", "ratio", "residual"):
         view.add_column(heading, no_wrap=True, justify="right")
-    for kind in dict.fromkeys((row["batch"], row["channels"], row["dtype"]) for row in rows):
-        here = [row for row in rows if (row["batch"], row["channels"], row["dtype"]) == kind]
+    columns = ("batch", "channels", "matrices", "dtype")
+    for case in dict.fromkeys(tuple(row[name] for name in columns) for row in rows):
+        here = [row for row in rows if tuple(row[name] for name in columns) == case]
         for place, row in enumerate(here):
-            size, dtype = ("", "") if place else (f"{kind[0]} × {kind[1]}²", str(kind[2]))
+            said = ("", "", "") if place else (f"{case[0]} × {case[1]}²", str(case[2]), str(case[3]))
             name = f"{row['eigensolver']} *" if row["of_auto"] == "yes" else str(row["eigensolver"])
             left = "–" if row["residual"] is None else f"{float(row['residual']):.1e}"
-            view.add_row(size, dtype, name, short(row["ms"]), short(row[f"ratio_to_{REFERENCE}"]), left)
+            view.add_row(*said, name, short(row["ms"]), short(row[f"ratio_to_{REFERENCE}"]), left)
         view.add_section()
     return view
 
@@ -160,17 +176,18 @@ def run(config: SolversBench) -> None:
     assert config.at_channels is not None
     folder = Path(config.out)
     times_path, errors_path = (writable(folder / f"{kind}-{config.label}.csv") for kind in ("eigensolvers", "accuracy"))
-    console, environment = Console(), describe(device)
+    console, environment = output.reading(), describe(device)
     times: list[Row] = []
     errors: list[Row] = []
-    with progress_bar(console) as progress:
-        runs = len(config.matrices) * len(eigensolvers_on(device)) * (config.warmup + config.repeats)
+    with progress_bar() as progress:
+        runs = len(MATRICES) * len(config.matrices) * len(eigensolvers_on(device)) * (config.warmup + config.repeats)
         runs += sum(len(accuracy.routes_for(config.at_channels, positions)) for _, positions in config.cases)
         task = progress.add_task("measuring", total=runs)
-        for batch, d, dtype in config.matrices:
+        for (batch, d, dtype), kind in product(config.matrices, MATRICES):
             times += measure(
                 batch,
                 d,
+                kind=kind,
                 repeats=config.repeats,
                 warmup=config.warmup,
                 device=device,
@@ -198,3 +215,5 @@ def run(config: SolversBench) -> None:
     console.print(table(times), accuracy.table(errors))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {times_path} and {errors_path}", soft_wrap=True)
+    files = [times_path, errors_path]
+    output.result({"eigensolvers": times, "accuracy": errors, "environment": environment, "files": files}, files)

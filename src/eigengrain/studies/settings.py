@@ -123,6 +123,7 @@ def _small(options: StudyRun, backbone: str, dataset: str) -> Train:
     if dataset == "imagenet":  # from random weights, as the paper does, and shorter
         long = _paper(options, backbone, dataset)
         return replace(long, schedule=Schedule("cosine", warmup_epochs=1), epochs=15, amp="bf16", channels_last=True)
+    cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
     return Train(
         data=Data(dataset, transforms=Transforms.of_scripts(dataset)),
         model=Model(head="mpncov", **_network(options, backbone)),
@@ -134,7 +135,8 @@ def _small(options: StudyRun, backbone: str, dataset: str) -> Train:
         batch_size=20,
         amp="bf16",
         channels_last=True,
-        cuda_graphs=options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available()),
+        compile=cuda,
+        cuda_graphs=cuda,
         cache="device",
         check_images=False,
         eval_every=100,
