@@ -2,6 +2,8 @@ import pytest
 import torch
 
 from eigengrain import EigenSubset
+from eigengrain.commands.explain import split_point
+from eigengrain.functional.subset import small_part
 
 
 def members(text, d):
@@ -72,3 +74,12 @@ def test_relative_gap():
 def test_errors(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+def test_the_small_eigenvalues_are_the_papers_share_and_never_none_nor_all():
+    for d in range(2, 2049):
+        last = small_part(d)
+        assert 1 <= last < d
+        assert abs(256 * last - 50 * d) <= 128 or last == 1  # the whole number next to the share
+        assert split_point(d, None) == d - last  # what explain calls large is the rest
+    assert [small_part(d) for d in (1, 8, 64, 128, 256, 512, 2048)] == [1, 2, 12, 25, 50, 100, 400]

@@ -175,7 +175,7 @@ def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
     page = (out / "report.html").read_text(encoding="utf-8")
     assert base64.b64encode(png).decode() in page
     assert "http" not in page  # nothing is loaded from elsewhere
-    assert all(f"<td>{rule}</td>" in page for rule in gradients.RULES)
+    assert all(f'<th scope="row">{rule}</th>' in page for rule in gradients.RULES)
     assert 'class="bad">NaN' in page
 
     last = capsys.readouterr().out.strip().splitlines()[-1]

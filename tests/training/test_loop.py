@@ -158,9 +158,9 @@ def test_the_spectrum_of_the_last_batch_is_written_down(tmp_path, monkeypatch):
         assert s.shape == (4,)
 
 
-def test_the_last_50_of_many_eigenvalues_and_a_dead_spectrum():
-    values = torch.arange(120.0, 0, -1)[None]
-    assert spectrum_row(values, None)["energy_last"] == pytest.approx(sum(range(1, 51)) / sum(range(1, 121)))
+def test_the_last_50_of_256_eigenvalues_and_a_dead_spectrum():
+    values = torch.arange(256.0, 0, -1)[None]
+    assert spectrum_row(values, None)["energy_last"] == pytest.approx(sum(range(1, 51)) / sum(range(1, 257)))
     dead = spectrum_row(torch.zeros(2, 4), torch.zeros(2))
     assert dead["lambda_1"] == dead["q_norm"] == dead["s"] == 0
     assert math.isnan(dead["log10_condition"])

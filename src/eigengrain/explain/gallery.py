@@ -1,36 +1,12 @@
 """One self-contained page about the eigenvalues of images: panels, measures, how to read them, and how they were made."""
 
-import base64
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 
 from eigengrain.explain.survey import MEASURES, Summary
-
-_STYLE = """
-body { font: 16px/1.5 system-ui, sans-serif; max-width: 72rem; margin: 2rem auto; padding: 0 1rem; color: #222; }
-h2 { margin: 2.2rem 0 .4rem; font-size: 1.25rem; }
-p, li { max-width: 50rem; }
-figure { margin: 0 0 2rem; }
-figure img { max-width: 100%; height: auto; }
-img.film { width: 36rem; image-rendering: pixelated; }
-figcaption { color: #444; font-size: .9rem; }
-.wide { overflow-x: auto; }
-table { border-collapse: collapse; margin: 0 0 1.5rem; font-size: .85rem; font-variant-numeric: tabular-nums; }
-caption { text-align: left; font-weight: 600; padding: .3rem 0; white-space: nowrap; }
-th, td { padding: .15rem .5rem; text-align: right; border-bottom: 1px solid #ddd; white-space: nowrap; }
-th, td { vertical-align: top; }
-th.name { text-align: left; font-weight: normal; }
-th[colspan] { text-align: center; }
-.first { border-left: 1px solid #bbb; }
-td small { display: block; color: #666; }
-dt { font-weight: 600; float: left; clear: left; width: 10rem; }
-dd { margin-left: 10.5rem; max-width: 44rem; }
-pre { background: #f5f5f5; padding: .7rem 1rem; white-space: pre-wrap; font-size: .85rem; }
-footer { color: #666; font-size: .85rem; margin-top: 2rem; border-top: 1px solid #ddd; }
-"""
+from eigengrain.runtime.page import Cell, Commands, Facts, Figure, Heading, Part, TableData, page
 
 #: what each measure says, for a reader who has not read the code
 MEANINGS = {
@@ -111,63 +87,44 @@ def write_gallery(
         command: that makes the page again.
         environment: of :func:`eigengrain.runtime.environment.describe`.
     """
-    parts = [f"<h1>{escape(title)}</h1>", _facts(facts), "<h2>Pictures</h2>", *map(_figure, pictures)]
     reading = [*READING, READING_PERTURBED] if any(picture.perturbed for picture in pictures) else READING
-    parts += ["<h2>How to read them</h2>", *(f"<p>{escape(text)}</p>" for text in reading)]
+    parts: list[Part] = [Facts(facts), Heading("Pictures"), *map(_figure, pictures), Heading("How to read them"), *reading]
     if table:
-        parts += ["<h2>Measures</h2>", *_tables(table), _meanings(table)]
-    parts += ["<h2>Command</h2>", f"<pre>{escape(command)}</pre>"]
-    where = ", ".join(f"{key} {value}" for key, value in environment.items())
-    html = (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{_STYLE}</style></head>\n<body>'
-        + "\n".join([*parts, f"<footer>{escape(where)}</footer>"])
-        + "\n</body></html>\n"
-    )
-    path.write_text(html, encoding="utf-8", errors="replace")
+        meanings = {_spoken(measure): MEANINGS[measure] for measure in _measured(table)}
+        parts += [Heading("Measures"), *_tables(table), Facts(meanings)]
+    parts += [Heading("Command"), Commands([command])]
+    path.write_text(page(title, parts, environment), encoding="utf-8", errors="replace")
     return path
 
 
-def _facts(facts: Mapping[str, str]) -> str:
-    return f"<dl>{''.join(f'<dt>{escape(name)}</dt><dd>{escape(text)}</dd>' for name, text in facts.items())}</dl>"
+def _figure(picture: Picture) -> Figure:
+    shows = "A row an image: the image, then its maps by rule and by the eigenvalues that were kept"
+    if picture.perturbed:
+        shows = "A row an image: the image, then what it became after more and more steps"
+    if picture.path.suffix == ".gif":
+        shows = "Images as they change, step by step"
+    return Figure(picture.path, shows, picture.caption)
 
 
-def _figure(picture: Picture) -> str:
-    kind, look = ("gif", ' class="film"') if picture.path.suffix == ".gif" else ("png", "")
-    data = base64.b64encode(picture.path.read_bytes()).decode()
-    image = f'<img{look} alt="{escape(picture.caption)}" src="data:image/{kind};base64,{data}">'
-    return f"<figure>{image}<figcaption>{escape(picture.caption)}</figcaption></figure>"
-
-
-def _tables(table: Sequence[Summary]) -> list[str]:
+def _tables(table: Sequence[Summary]) -> list[TableData]:
     """One table for each cut: a row a measure, a column a rule and subset."""
     return [_table(cut, [row for row in table if row.cut == cut]) for cut in dict.fromkeys(row.cut for row in table)]
 
 
-def _table(cut: str, table: Sequence[Summary]) -> str:
+def _table(cut: str, table: Sequence[Summary]) -> TableData:
     cells = {(row.rule, row.subset, row.measure): row for row in table}
     subsets: dict[str, dict[str, None]] = {}  # by rule, in their order
     for row in table:
         subsets.setdefault(row.rule, {})[row.subset] = None
-    over = "".join(f'<th class="first" colspan="{len(names)}">{escape(rule)}</th>' for rule, names in subsets.items())
-    heads = "".join(_cell(escape(name), not place, "th") for names in subsets.values() for place, name in enumerate(names))
-    lines = []
-    for measure in _measured(table):
-        values = "".join(
-            _cell(_value(cells.get((rule, subset, measure))), not place)
-            for rule, names in subsets.items()
-            for place, subset in enumerate(names)
-        )
-        lines.append(f'<tr><th class="name">{escape(_spoken(measure))}</th>{values}</tr>')
+    columns = [(rule, subset) for rule, names in subsets.items() for subset in names]
+    rows = [
+        [Cell(_spoken(measure)), *(_cell(cells.get((*column, measure))) for column in columns)]
+        for measure in _measured(table)
+    ]
     images = max(row.n + row.n_undefined for row in table)
     caption = f"cut: {cut}; mean ± standard error over n = {images} images, where no other n is given"
-    body = "\n".join([f"<tr><th></th>{over}</tr>", f"<tr><th></th>{heads}</tr>", *lines])
-    return f'<div class="wide"><table><caption>{escape(caption)}</caption>\n{body}\n</table></div>'
-
-
-def _cell(html: str, first: bool, tag: str = "td") -> str:
-    """A cell; the first of a rule has a line at its left."""
-    return f'<{tag} class="first">{html}</{tag}>' if first else f"<{tag}>{html}</{tag}>"
+    groups = [(rule, len(names)) for rule, names in subsets.items()]
+    return TableData(caption, ["", *(subset for _, subset in columns)], rows, groups)
 
 
 def _measured(table: Sequence[Summary]) -> list[str]:
@@ -178,26 +135,23 @@ def _spoken(measure: str) -> str:
     return measure.replace("_", " ")
 
 
-def _value(row: Summary | None) -> str:
+def _cell(row: Summary | None) -> Cell:
     """Mean and standard error, and how many images there are where some have none."""
     if row is None:
-        return ""
-    missing = f"<small>n = {row.n},<br>{row.n_undefined} undefined</small>" if row.n_undefined else ""
-    return (_with_error(row.mean, row.standard_error) if row.n else "–") + missing
+        return Cell("")
+    mean, *error = _with_error(row.mean, row.standard_error) if row.n else ("–",)
+    missing = [f"n = {row.n},\n{row.n_undefined} undefined"] if row.n_undefined else []
+    return Cell(mean, notes=[*error, *missing])
 
 
-def _with_error(mean: float, error: float) -> str:
-    """A mean to the first digit of its standard error, and that below it.
+def _with_error(mean: float, error: float) -> tuple[str, ...]:
+    """A mean to the first digit of its standard error, and that where there is one.
 
     Example:
         >>> _with_error(0.99912, 0.00013), _with_error(3.382, 0.052), _with_error(0.5, math.nan)
-        ('0.9991<small>± 0.0001</small>', '3.38<small>± 0.05</small>', '0.5')
+        (('0.9991', '± 0.0001'), ('3.38', '± 0.05'), ('0.5',))
     """
     if not error > 0:
-        return f"{mean:.3g}"
+        return (f"{mean:.3g}",)
     digits = min(max(-math.floor(math.log10(error)), 0), 6)
-    return f"{mean:.{digits}f}<small>± {error:.{digits}f}</small>"
-
-
-def _meanings(table: Sequence[Summary]) -> str:
-    return _facts({_spoken(measure): MEANINGS[measure] for measure in _measured(table)})
+    return f"{mean:.{digits}f}", f"± {error:.{digits}f}"

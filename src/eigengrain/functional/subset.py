@@ -10,6 +10,16 @@ from torch import Tensor
 _TERM = re.compile(r"(top|last):(\d+)")
 
 
+def small_part(d: int) -> int:
+    """How many of d eigenvalues count as the small ones: the paper's share, 50 of 256, and at least one.
+
+    Example:
+        >>> small_part(256), small_part(64), small_part(512), small_part(2)
+        (50, 12, 100, 1)
+    """
+    return max(round(d * 50 / 256), 1)
+
+
 @dataclass(frozen=True)
 class EigenSubset:
     """Eigenvalues chosen by their place in the descending order, for any dimension d.

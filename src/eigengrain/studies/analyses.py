@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from eigengrain.data import ImageSet
-from eigengrain.functional import covariance, eigh
 from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.functional.subset import small_part
 from eigengrain.models import CovarianceNet
+from eigengrain.studies.spectra import passes
 from eigengrain.training.config import Train
-from eigengrain.training.evaluation import MixedPrecision, evaluate
-from eigengrain.training.telemetry import small_part
+from eigengrain.training.evaluation import evaluate
 
 #: of the distributions over images that records keep
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -37,17 +37,14 @@ class Trained:
 def spectrum(trained: Trained) -> dict[str, Any]:
     """Eigenvalues of the covariance of every image: quantiles of what they say, their mean logarithms, a histogram.
 
-    Eigenvalues below d·eps·λ_1 are rounding and read as that.
+    Eigenvalues below d·eps·λ_1 are rounding and read as that. Images whose covariance is 0 are counted and left out; if
+    that is all of them, their eigenvalues read as the smallest number.
     """
-    model = trained.model
-    net, device = MixedPrecision(model, trained.config.amp), next(model.parameters()).device
-    layout = torch.channels_last if trained.config.channels_last else torch.contiguous_format
-    spectra: list[Tensor] = []
-    for images, _ in trained.batches:
-        reduced = model.head.reduce(net.features(images.to(device, memory_format=layout)))
-        spectra.append(eigh(covariance(reduced, dtype=torch.float64)).values.cpu())
-    values = torch.cat(spectra)
-    d = values.shape[-1]
+    config = trained.config
+    values = torch.cat([each for _, each in passes(trained.model, trained.batches, config.amp, config.channels_last)])
+    images, d = values.shape
+    alive = values[:, 0] > 0
+    values = values[alive] if alive.any() else values.clamp_min(torch.finfo(values.dtype).tiny)
     values = torch.maximum(values, d * torch.finfo(torch.float64).eps * values[:, :1])
     share = values / values.sum(-1, keepdim=True)
     last = small_part(d)
@@ -56,7 +53,8 @@ def spectrum(trained: Trained) -> dict[str, Any]:
     inside = logs.flatten().clamp(EDGES[0], EDGES[-1])  # the ends hold what is beyond them
     counts = torch.histogram(inside, torch.tensor(EDGES, dtype=logs.dtype)).hist
     return {
-        "images": len(values),
+        "images": images,
+        "images_of_zero": images - int(alive.sum()),
         "channels": d,
         "quantiles": list(QUANTILES),
         "lambda_1": _quantiles(values[:, 0]),
@@ -81,7 +79,7 @@ def subsets_of(d: int) -> list[str]:
         ['all', 'top:206', 'top:1+last:50', 'last:50']
     """
     last = small_part(d)
-    fewer = [f"top:1+last:{k}" for k in (4 * last // 5, 3 * last // 5) if k]
+    fewer = dict.fromkeys(f"top:1+last:{k}" for k in (4 * last // 5, 3 * last // 5) if k)
     top = [k for k in (128, 64, 32, 16, 8, 4, 2, 1) if k < d - last]
     return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *fewer, *(f"top:{k}" for k in top)]
 

@@ -10,7 +10,7 @@ matplotlib.use("Agg")  # draws to files, also where there is no screen
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
 #: Okabe and Ito's colours, told apart by all kinds of colour vision, and a marker each for print
@@ -46,7 +46,7 @@ def _lines(axes: Axes, curves: Mapping[str, Sequence[Curve]], line: str = "-", m
                 values,
                 line,
                 color=colour,
-                marker=marker if marked else None,
+                marker=marker if marked else ".",
                 markersize=3.5,
                 linewidth=1.2,
                 label=None if turn else head,
@@ -69,9 +69,10 @@ def draw_curves(
         left.set_ylim(0, 103)
         right.set_yscale("log")  # from chance to nearly nothing, and a first epoch that may be far above chance
         right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_minor_formatter(LogFormatter())  # says something only where the axis spans few powers of ten
         for axes, title in ((left, "test accuracy, %"), (right, "loss: test images (lines), training images (dotted)")):
             axes.set_xlabel("epoch")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
             _plain(axes, title)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)

@@ -1,13 +1,15 @@
 """What a trained model sees in a data set: the spectrum of each image's covariance, and its answers."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eigengrain.functional import covariance, eigh, scaling_factor
+from eigengrain.functional import covariance, eigh
+from eigengrain.functional.scaling import qs_and_slope
 from eigengrain.models import CovarianceNet
+from eigengrain.training.evaluation import MixedPrecision
 
 
 class Seen(NamedTuple):
@@ -24,9 +26,23 @@ class Seen(NamedTuple):
     predictions: Tensor
 
 
+def passes(
+    model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]], amp: str = "none", channels_last: bool = False
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Of each batch the feature map, and the eigenvalues (B, d) of its covariances, descending, in float64 on the CPU.
+
+    The model stays in the mode in which it is; a head without a covariance has one here all the same.
+    """
+    net, device = MixedPrecision(model, amp), next(model.parameters()).device
+    layout = torch.channels_last if channels_last else torch.contiguous_format
+    for images, _ in batches:
+        features = net.features(images.to(device, memory_format=layout))
+        yield features, eigh(covariance(model.head.reduce(features), dtype=torch.float64)).values.cpu()
+
+
 @torch.inference_mode()
 def look(model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]]) -> Seen:
-    """Pass images through a model in evaluation mode; a head without a covariance has one here all the same.
+    """Pass images through a model in evaluation mode.
 
     Args:
         model: from create_model; its mode is put back afterwards.
@@ -40,19 +56,15 @@ def look(model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]]) -> Seen
         (torch.Size([2, 64]), None, torch.Size([2]))
     """
     head: Any = model.head
-    device = next(model.parameters()).device
     scaled = getattr(head, "seb", False) and head.factor == "qs"
-    values, factors, predictions = [], [], []
+    spectra, predictions = [], []
     training = model.training
     model.eval()
     try:
-        for images, _ in batches:
-            features = model.forward_features(images.to(device))
+        for features, values in passes(model, batches):
             predictions.append(model.forward_head(features).argmax(1).cpu())
-            p = covariance(head.reduce(features), dtype=torch.float64)
-            values.append(eigh(p).values.cpu())
-            if scaled:
-                factors.append(scaling_factor(p).cpu())
+            spectra.append(values)
     finally:
         model.train(training)
-    return Seen(torch.cat(values), torch.cat(factors) if scaled else None, torch.cat(predictions))
+    eigenvalues = torch.cat(spectra)
+    return Seen(eigenvalues, qs_and_slope(eigenvalues)[0] if scaled else None, torch.cat(predictions))

@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigengrain.functional.subset import small_part
 from eigengrain.training.checkpoint import CheckpointError, write_atomically
-
-#: eigenvalues that count as the last ones, of 100 or more; below that, a fifth of all
-LAST = 50
 
 COLUMNS = (
     *("epoch", "train_loss", "val_top1", "val_top5", "val_loss", "test_top1", "test_top5", "test_loss"),
@@ -59,22 +57,12 @@ class Meter:
         }
 
 
-def small_part(d: int) -> int:
-    """How many of d eigenvalues count as the small ones: the last 50, or the last fifth where there are few.
-
-    Example:
-        >>> small_part(256), small_part(64), small_part(3)
-        (50, 12, 1)
-    """
-    return LAST if d >= 2 * LAST else max(d // 5, 1)
-
-
 def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]:
     r"""Medians over a batch of what its spectra say.
 
     With :math:`\lambda_1 \ge \dots \ge \lambda_d` of the covariance: :math:`\lambda_1`;
     :math:`\log_{10} \lambda_1/\lambda_d`, where eigenvalues below :math:`d\,\epsilon\,\lambda_1` are rounding and read as
-    that; the share of the last 50 in the energy :math:`\sum \lambda` (the last fifth below d = 100); s; and
+    that; the share of the small ones, 50 of 256, in the energy :math:`\sum \lambda`; s; and
     :math:`\|Q\|_F = \sqrt{\sum \lambda}`.
 
     Args:
