@@ -1,7 +1,5 @@
 """The directive ``command-reference``: what every command says when it is asked for ``--help``, taken at build time."""
 
-import contextlib
-import io
 import re
 
 from docutils import nodes
@@ -11,18 +9,11 @@ from sphinx.util.docutils import SphinxDirective
 from eigengrain import cli
 
 
-def help_of(name: str) -> str:
-    """What ``eigengrain NAME --help`` prints."""
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.suppress(SystemExit):
-        cli.main([*name.split(), "--help"])
-    # the parser puts a mark of no width into its text
-    return "".join(letter for letter in said.getvalue() if letter == "\n" or letter.isprintable()).rstrip()
-
-
-def without_usage(text: str) -> str:
-    """The help without the list of all options at its top, which repeats those that follow."""
-    return re.sub(r"\Ausage:.*?\n\n", "", text, flags=re.DOTALL)
+def help_of(command: cli.Command) -> tuple[str, str]:
+    """(the sentence about a command, the rest of what ``--help`` prints), without what all commands have."""
+    usage, about, rest = cli.help_of(command).split("\n\n", 2)
+    rest = re.sub(r"^every command:\n.*?\n\n(?=examples:|\Z)", "", rest, flags=re.DOTALL | re.MULTILINE)
+    return " ".join(about.split()), f"{usage}\n\n{rest.strip()}"
 
 
 class CommandReference(SphinxDirective):
@@ -34,10 +25,9 @@ class CommandReference(SphinxDirective):
             title = f"eigengrain {command.name}"
             section = nodes.section(ids=[nodes.make_id(title)], names=[nodes.fully_normalize_name(title)])
             section += nodes.title(title, title)
-            # the first line of the help is the line of the command
-            first, _, rest = without_usage(help_of(command.name)).partition("\n")
-            section += nodes.paragraph("", first[:1].upper() + first[1:] + ".")
-            block = nodes.literal_block(rest.strip(), rest.strip())
+            about, rest = help_of(command)
+            section += nodes.paragraph("", about)
+            block = nodes.literal_block(rest, rest)
             block["language"] = "none"
             section += block
             sections.append(section)

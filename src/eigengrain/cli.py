@@ -4,33 +4,44 @@ To add a command, add one :class:`Command` to ``COMMANDS``. Its config is a data
 options, their types, defaults and help are read from it), and ``run`` names the function that receives the config.
 """
 
+import os
 import re
+import signal
 import sys
-from argparse import SUPPRESS
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any, cast
-
-from jsonargparse import ArgumentError, ArgumentParser
+from types import FrameType
+from typing import Any, NamedTuple, cast
 
 from eigengrain import __version__, errors
 from eigengrain.bench.config import Doctor, FunctionalBench, GrowthBench, HeadsBench, SolversBench, StepBench
 from eigengrain.bench.explain_config import ExplainBench
 from eigengrain.bench.loader import LoaderBench
+from eigengrain.commands.completion import Completion
 from eigengrain.commands.datasets import Datasets
 from eigengrain.commands.evaluate import Evaluate
 from eigengrain.commands.explain import Explain
 from eigengrain.commands.explore import Explore
 from eigengrain.commands.export import Export
+from eigengrain.commands.help import command_help, overview
 from eigengrain.commands.listing import Heads, Models
+from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.predict import Predict
+from eigengrain.commands.words import JSON, QUIET, named
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 from eigengrain.studies.config import Demo, GradientTour, StudyRun
 from eigengrain.training.config import Train
 
 PROGRAM = "eigengrain"
+ABOUT = "Second-order (global covariance) pooling for fine-grained visual recognition."
+
+#: exit codes: the work failed or found problems; a mistake in the command line, a file or a folder; the reader went away
+FAILED, USAGE, BROKEN_PIPE = 1, 2, 128 + 13
 
 
 @dataclass(frozen=True)
@@ -46,10 +57,16 @@ class Command:
     help: str
     config: type[Any]
     run: str
-    #: options that are given without their name, as many of them as argparse's nargs says: ? or *
+    #: options that may be given without their name, as many of them as argparse's nargs says: ? or *
     positional: dict[str, str] = field(default_factory=dict)
     #: ``module:function`` that rewrites the words after the command's name before they are parsed, as for ``--recipe NAME``
     expand: str | None = None
+    #: what the usage line shows besides these options
+    usage: str = ""
+    #: lines to type, at the end of the help
+    examples: tuple[str, ...] = ()
+    #: whether it has a result, so that --json says something
+    speaks: bool = True
 
     @property
     def group(self) -> str | None:
@@ -75,13 +92,25 @@ COMMANDS = (
         Train,
         "eigengrain.commands.train:run",
         expand="eigengrain.recipes:expand",
+        usage="[--recipe NAME]",
+        examples=(
+            "eigengrain train --recipe birds-resnet50-paper --data.root /data --dry_run",
+            "eigengrain train --data.name folder --data.root photos --out runs/mine",
+            "eigengrain train --config runs/mine/args.yaml --resume",
+        ),
     ),
     Command(
         "evaluate",
         "accuracy of a trained model on a split, also with eigenvalue subsets",
         Evaluate,
         "eigengrain.commands.evaluate:run",
+        positional={"checkpoint": "?"},
         expand="eigengrain.commands.evaluate:expand",
+        examples=(
+            "eigengrain evaluate runs/mine",
+            "eigengrain evaluate runs/mine --subset top:206 --subset top:1+last:50",
+            "eigengrain evaluate models/birds --data cub --root /data --json",
+        ),
     ),
     Command(
         "predict",
@@ -89,6 +118,12 @@ COMMANDS = (
         Predict,
         "eigengrain.commands.predict:run",
         positional={"images": "*"},
+        usage="--checkpoint PATH",
+        examples=(
+            "eigengrain predict photos --checkpoint runs/mine",
+            "eigengrain predict 'photos/*.jpg' --checkpoint runs/mine --topk 3",
+            "eigengrain predict bird.jpg --checkpoint runs/mine --json",
+        ),
     ),
     Command(
         "explain",
@@ -97,19 +132,36 @@ COMMANDS = (
         "eigengrain.commands.explain:run",
         positional={"checkpoint": "?"},
         expand="eigengrain.commands.explain:expand",
+        examples=(
+            "eigengrain explain runs/demo/mpncov",
+            "eigengrain explain runs/mine --images photos/1.jpg photos/2.jpg",
+            "eigengrain explain runs/mine --perturb 200 --toward small --out runs/small",
+        ),
     ),
     Command(
         "explore",
         "a local web page: split the eigenvalues of an image, and see what each part says and where it looks",
         Explore,
         "eigengrain.commands.explore:run",
+        positional={"checkpoint": "*"},
         expand="eigengrain.commands.explore:expand",
+        examples=(
+            "eigengrain explore",
+            "eigengrain explore runs/mine runs/other --browser",
+            "eigengrain explore --checkpoint runs/mine --port 8000",
+        ),
     ),
     Command(
         "export",
         "write a trained model for ONNX Runtime or torch.export",
         Export,
         "eigengrain.commands.export:run",
+        positional={"checkpoint": "?"},
+        examples=(
+            "eigengrain export runs/mine --out birds.onnx",
+            "eigengrain export runs/mine --format pt2 --img_size 448",
+            "eigengrain export my.pth --backbone resnet50 --head gap --num_classes 200",
+        ),
     ),
     Command(
         "models",
@@ -117,6 +169,11 @@ COMMANDS = (
         Models,
         "eigengrain.commands.listing:run_models",
         positional={"pattern": "?"},
+        examples=(
+            "eigengrain models",
+            "eigengrain models 'resnet*'",
+            "eigengrain models resnet50 --json",
+        ),
     ),
     Command(
         "heads",
@@ -124,6 +181,11 @@ COMMANDS = (
         Heads,
         "eigengrain.commands.listing:run_heads",
         positional={"pattern": "?"},
+        examples=(
+            "eigengrain heads",
+            "eigengrain heads '*+seb'",
+            "eigengrain heads --quiet",
+        ),
     ),
     Command(
         "datasets",
@@ -131,12 +193,22 @@ COMMANDS = (
         Datasets,
         "eigengrain.commands.datasets:run",
         positional={"action": "?", "name": "?", "root": "?"},
+        examples=(
+            "eigengrain datasets list cub",
+            "eigengrain datasets check photos --out problems.csv",
+            "eigengrain datasets check cub /data/CUB_200_2011 --json",
+        ),
     ),
     Command(
         "demo",
         "train four heads on drawn birds in a few minutes, and write a report",
         Demo,
         "eigengrain.studies.demo:run",
+        examples=(
+            "eigengrain demo",
+            "eigengrain demo --heads gap,mpncov --epochs 2 --out runs/try",
+            "eigengrain demo --seeds 0,1,2",
+        ),
     ),
     Command(
         "study",
@@ -144,73 +216,143 @@ COMMANDS = (
         StudyRun,
         "eigengrain.studies.campaign:run",
         positional={"name": "?"},
+        examples=(
+            "eigengrain study list",
+            "eigengrain study gcp-methods --scale smoke",
+            "eigengrain study spectrum --data /data --datasets cub --seconds 3600",
+        ),
     ),
     Command(
         "bench functional",
         "time and memory of every square root of a covariance",
         FunctionalBench,
         "eigengrain.bench.functional:run",
+        examples=(
+            "eigengrain bench functional",
+            "eigengrain bench functional --batch 1,10 --channels 64 --methods eigh",
+        ),
     ),
     Command(
         "bench gradients",
         "every gradient rule of the covariance root against the exact one",
         GradientTour,
         "eigengrain.studies.gradients:run",
+        examples=(
+            "eigengrain bench gradients",
+            "eigengrain bench gradients --channels 16 --positions 49 --samples 4",
+        ),
     ),
     Command(
         "bench heads",
         "time and memory of every head on a feature map",
         HeadsBench,
         "eigengrain.bench.heads:run",
+        examples=(
+            "eigengrain bench heads",
+            "eigengrain bench heads --heads gap,mpncov+seb --side 14 --repeats 3",
+        ),
     ),
     Command(
         "bench step",
         "time and memory of whole training steps (Table 8 of the paper)",
         StepBench,
         "eigengrain.bench.step:run",
+        examples=(
+            "eigengrain bench step",
+            "eigengrain bench step --heads isqrt,mpncov+seb --amp bf16 --channels_last",
+        ),
     ),
     Command(
         "bench growth",
         "how the time of the SEB layer grows with batch and channels",
         GrowthBench,
         "eigengrain.bench.growth:run",
+        examples=(
+            "eigengrain bench growth --batch 1,2,4 --channels 64,128",
+            "eigengrain bench growth --redraw --out benchmarks/growth-cpu.csv",
+        ),
     ),
     Command(
         "bench solvers",
         "time of every eigensolver, and the errors of every root of a covariance",
         SolversBench,
         "eigengrain.bench.solvers:run",
+        examples=(
+            "eigengrain bench solvers",
+            "eigengrain bench solvers --batch 4 --channels 64 --condition 1e6,1e10",
+        ),
     ),
     Command(
         "bench explain",
         "what maps of eigenvalue subsets cost beside the backbone's own passes, and a perturbation",
         ExplainBench,
         "eigengrain.bench.explain:run",
+        examples=(
+            "eigengrain bench explain",
+            "eigengrain bench explain --backbone resnet18 --batch 4 --img_size 224",
+        ),
     ),
     Command(
         "bench loader",
         "images a second of the loader, beside torchvision's",
         LoaderBench,
         "eigengrain.bench.loader:run",
+        examples=(
+            "eigengrain bench loader",
+            "eigengrain bench loader --images 64 --size 224 --workers 2",
+        ),
     ),
     Command(
         "doctor",
-        "what is installed, which devices there are, which eigensolver each of them gets",
+        "what is installed, which devices and data sets there are, which eigensolver each device gets",
         Doctor,
         "eigengrain.bench.doctor:run",
+        examples=(
+            "eigengrain doctor",
+            "eigengrain doctor --data /data",
+            "eigengrain doctor --json",
+        ),
+    ),
+    Command(
+        "completion",
+        "a script with which bash, zsh or fish complete commands, options and names",
+        Completion,
+        "eigengrain.commands.completion:run",
+        positional={"shell": "?"},
+        examples=(
+            "echo 'source <(eigengrain completion bash)' >> ~/.bashrc",
+            "echo 'source <(eigengrain completion zsh)' >> ~/.zshrc",
+            "eigengrain completion fish > ~/.config/fish/completions/eigengrain.fish",
+        ),
+        speaks=False,
     ),
 )
+
+#: the first words of commands, as 'eigengrain --help' lists them
+SECTIONS = {
+    "train and use a model": ("train", "evaluate", "predict", "export"),
+    "see what eigenvalues see": ("explain", "explore"),
+    "experiments": ("demo", "study", "bench"),
+    "what there is": ("models", "heads", "datasets"),
+    "set-up": ("doctor", "completion"),
+}
 
 #: what counts as a user's mistake and gets one line; anything else is a bug of ours and keeps its traceback
 USER_ERRORS: tuple[type[Exception], ...] = (
     ValueError,
     *(e for e in vars(errors).values() if isinstance(e, type) and issubclass(e, Exception)),
 )
+#: of these, what no other option, file or folder mends
+FAILURES = (errors.FailedError, errors.NonFiniteError, errors.EigenSolverError, errors.SecondOrderError)
 
 
-def _parser(description: str | None = None, **options: Any) -> ArgumentParser:
-    # abbreviated options would turn a new option into a breaking change; errors are worded in _explain
-    return ArgumentParser(description=description, exit_on_error=False, allow_abbrev=False, **options)
+class Request(NamedTuple):
+    """What a command line asks for."""
+
+    command: Command
+    config: Any
+    quiet: bool
+    json: bool
 
 
 def _imported(path: str) -> Callable[..., Any]:
@@ -219,116 +361,194 @@ def _imported(path: str) -> Callable[..., Any]:
     return cast(Callable[..., Any], getattr(import_module(module), name))
 
 
-def _expanded(argv: Sequence[str]) -> list[str]:
-    for command in COMMANDS:
-        words = command.name.split()
-        if command.expand and list(argv[: len(words)]) == words:
-            return [*words, *_imported(command.expand)(argv[len(words) :])]
-    return list(argv)
+def _choices(path: str) -> list[str]:
+    """Commands that may follow the words so far."""
+    if path:
+        return [c.last_word for c in COMMANDS if c.group == path]
+    return list(dict.fromkeys(c.group or c.name for c in COMMANDS))
 
 
-def _add_options(parser: ArgumentParser, command: Command) -> None:
-    """The options of a command: positional ones, switches (--json, without a value), and the others by name."""
-    draft = _parser()
-    draft.add_class_arguments(command.config)
-    said = {name.lstrip("-"): action.help for name, action in draft._option_string_actions.items()}
-    switches = [f for f in fields(command.config) if f.type in (bool, "bool") and f.default is False]
-    parser.add_class_arguments(command.config, skip={*command.positional, *(f.name for f in switches)})
-    for name, many in command.positional.items():
-        # where none is given nothing is set, so that a YAML file may say it
-        parser.add_argument(name, nargs=many, type=str, default=SUPPRESS, help=said[name])
+def _find(argv: Sequence[str]) -> tuple[Command | str, list[str]]:
+    """The command that is asked for, or the first of two words, and what follows it.
+
+    Raises:
+        ValueError: for a word that is no command, with near ones.
+    """
+    commands, path = {c.name: c for c in COMMANDS}, ""
+    for place, token in enumerate(argv):
+        if token.startswith("-"):
+            return path, list(argv[place:])
+        name = f"{path} {token}".strip()
+        if name in commands:
+            return commands[name], list(argv[place + 1 :])
+        if name not in GROUPS:
+            raise unknown_name(f"{path} command".strip(), token, _choices(path))
+        path = name
+    return path, []
+
+
+def help_of(command: Command | str) -> str:
+    """The help of a command, of the first of two words, or of everything for the empty word."""
+    if isinstance(command, Command):
+        return command_help(command, PROGRAM)
+    if command:
+        rows = [(c.last_word, c.help) for c in COMMANDS if c.group == command]
+        about = f"{GROUPS[command][:1].upper()}{GROUPS[command][1:]}."
+        return overview(f"{PROGRAM} {command}", about, {"commands": rows})
+    helps = {c.name: c.help for c in COMMANDS} | GROUPS
+    sections = {title: [(name, helps[name]) for name in names] for title, names in SECTIONS.items()}
+    examples = (f"{PROGRAM} demo", f"{PROGRAM} train --help", f"{PROGRAM} doctor", f"{PROGRAM} --version")
+    return overview(PROGRAM, ABOUT, sections, examples)
+
+
+def parse(argv: Sequence[str]) -> Request:
+    """What a command line asks for.
+
+    Raises:
+        ValueError: for what cannot be read.
+        SystemExit: after ``--help`` and ``--version``, with 0.
+    """
+    words = list(argv)
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    first = [word for word in words if word not in (*QUIET, *JSON)]  # these may stand anywhere
+    common = [word for word in words if word in (*QUIET, *JSON)]
+    command, rest = _find(first)
+    if "--help" in rest or "-h" in rest:
+        print(help_of(command), end="")
+        raise SystemExit(0)
+    if isinstance(command, str):
+        who = f"{PROGRAM} {command}".strip()
+        if not command and rest[:1] in (["--version"], ["-V"]):
+            print(f"{PROGRAM} {__version__}")
+            raise SystemExit(0)
+        if rest:
+            raise ValueError(f"{_misspelt(rest, '', ['--help', '--version', *QUIET])} (see '{who} --help')")
+        raise ValueError(f"a command is needed after '{who}'. Choose from: {', '.join(_choices(command))}")
+    return _read(command, [*rest, *common])
+
+
+def _read(command: Command, words: list[str]) -> Request:
+    from jsonargparse import ArgumentError
+
+    see = f"(see '{PROGRAM} {command.name} --help')"
+    expanded = _imported(command.expand)(words) if command.expand else words
+    options = options_of(command.config)
+    parser = _parser(command)
+    known = [*parser._option_string_actions, *QUIET, *JSON]
+    try:
+        read = named(expanded, options, command.positional)
+    except ValueError as error:
+        raise ValueError(f"{_misspelt(words, '', known) or error} {see}") from None
+    if read.json and not command.speaks:
+        raise ValueError(f"there is nothing to say with --json: leave it out {see}")
+    try:
+        namespace = parser.parse_args(read.options)
+    except ArgumentError as error:
+        said = _misspelt(words, str(error), known) or _wrong_value(read.options, str(error), options)
+        raise ValueError(f"{said or _one_line(str(error))} {see}") from error
+    # jsonargparse before 4.49 has another name for it
+    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
+    values = instantiate(namespace)
+    config = command.config(**{f.name: values[f.name] for f in fields(command.config) if f.name in values})
+    return Request(command, config, read.quiet, read.json)
+
+
+def _parser(command: Command) -> Any:
+    """The parser of one command: its options by name, and switches (--dry_run, without a value)."""
+    from jsonargparse import ArgumentParser
+
+    # abbreviated options would turn a new option into a breaking change; errors are worded in _read
+    parser = ArgumentParser(prog=f"{PROGRAM} {command.name}", exit_on_error=False, allow_abbrev=False, add_help=False)
+    parser.add_argument("--config", action="config")
+    switches = [option.name for option in options_of(command.config) if option.switch]
+    parser.add_class_arguments(command.config, skip=set(switches))
     for switch in switches:
-        parser.add_argument(f"--{switch.name}", action="store_true", help=said[switch.name])
+        parser.add_argument(f"--{switch}", action="store_true")
+    return parser
 
 
-class _Parsers:
-    """The tree of parsers, with those of single commands at hand by name."""
-
-    def __init__(self) -> None:
-        self.top = _parser("Second-order (global covariance) pooling for fine-grained visual recognition.", prog=PROGRAM)
-        self.top.add_argument("--version", action="version", version=f"{PROGRAM} {__version__}", help="print the version")
-        branches: dict[str | None, Any] = {None: self.top.add_subcommands(required=True, metavar="command", dest="command")}
-        self.of: dict[str, ArgumentParser] = {}
-        for command in COMMANDS:
-            if command.group is not None and command.group not in branches:
-                group = _parser(GROUPS[command.group])
-                branches[None].add_subcommand(command.group, group, help=GROUPS[command.group])
-                branches[command.group] = group.add_subcommands(required=True, metavar="command", dest="command")
-            parser = self.of[command.name] = _parser(command.help)
-            parser.add_argument("--config", action="config", help="a YAML file with these options")
-            _add_options(parser, command)
-            branches[command.group].add_subcommand(command.last_word, parser, help=command.help)
-
-    def parse(self, argv: Sequence[str]) -> tuple[Command, Any]:
-        """The command that ``argv`` asks for and its config; ValueError for what cannot be read."""
-        try:
-            namespace = self.top.parse_args(_expanded(argv))
-        except ArgumentError as error:
-            raise ValueError(self._explain(argv, str(error))) from error
-        # jsonargparse before 4.49 has another name for it
-        instantiate = getattr(self.top, "instantiate", None) or self.top.instantiate_classes
-        namespace = instantiate(namespace)
-        name, options = namespace.command, namespace[namespace.command]
-        if name in GROUPS:
-            name, options = f"{name} {options.command}", options[options.command]
-        command = next(c for c in COMMANDS if c.name == name)
-        return command, command.config(**{f.name: options[f.name] for f in fields(command.config) if f.name in options})
-
-    def _explain(self, argv: Sequence[str], message: str) -> str:
-        """One line for a command line that cannot be read: misspelt words first, with what is near them."""
-        path = ""
-        for place, token in enumerate(argv):
-            name = f"{path} {token}".strip()
-            if name in self.of or token.startswith("-"):
-                who, parser = (f"{PROGRAM} {name}", self.of[name]) if name in self.of else (PROGRAM, self.top)
-                line = _misspelt_option(argv[place:], message, parser) or _one_line(message)
-                return f"{line} (see '{who} --help')"
-            if name not in GROUPS:
-                return str(unknown_name(f"{path} command".strip(), token, self._choices(path)))
-            path = name
-        return f"a command is needed after '{f'{PROGRAM} {path}'.strip()}'. Choose from: {', '.join(self._choices(path))}"
-
-    def _choices(self, path: str) -> list[str]:
-        """Commands that may follow the words so far."""
-        if path:
-            return [c.last_word for c in COMMANDS if c.group == path]
-        return list(dict.fromkeys(c.group or c.name for c in COMMANDS))
-
-
-def _misspelt_option(tokens: Sequence[str], message: str, parser: ArgumentParser) -> str | None:
+def _misspelt(words: Sequence[str], message: str, known: Sequence[str]) -> str | None:
     """What to say about the first option, typed or in a YAML file, that the parser does not have; None if it has all."""
-    known = [o[2:] for o in parser._option_string_actions if o.startswith("--") and not o.endswith("+")]
-    typed = [token[2:].split("=")[0].removesuffix("+") for token in tokens if token.startswith("--")]
-    in_file = re.findall(r"(?:option|key) '([\w.]+)'", message)
+    names = [name for name in known if not name.endswith("+")]
+    typed = [word.split("=")[0].removesuffix("+") for word in words if re.match(r"-[^\d.]|--.", word)]
+    in_file = [f"--{name}" for name in re.findall(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'", message)]
     for option in (*typed, *in_file):
-        if option not in known:
-            near = get_close_matches(option, known, n=3)
-            hint = f"did you mean {' or '.join(repr(f'--{n}') for n in near)}?" if near else "there is none like it"
-            return f"unknown option '--{option}': {hint}"
+        if option not in (*names, "--recipe", "-h", "--help"):
+            near = get_close_matches(option, names, n=3, cutoff=0.65)
+            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "there is none like it"
+            return f"unknown option '{option}': {hint}"
     return None
 
 
+def _wrong_value(words: Sequence[str], message: str, options: Sequence[Option]) -> str | None:
+    """What to say about an option whose value the parser refuses; None if the value was not typed, or something else is."""
+    refused = re.match(r'Parser key "([\w.]+)"', message)
+    option = next((o for o in options if refused and o.name == refused[1]), None)
+    typed = [word.partition("=")[2] for word in words if option and re.match(rf"--{re.escape(option.name)}\+?=", word)]
+    if option is None or not typed:
+        return None
+    if option.literals and not option.is_list and len(option.kinds) == 1:
+        return str(unknown_name(f"--{option.name}", typed[-1], option.literals))
+    return f"option --{option.name}: expected {option.expected}, got '{typed[-1]}'"
+
+
 def _one_line(message: str) -> str:
-    line = re.sub(r'^Parser key "([\w.]+)": ', r"option --\1: ", " ".join(message.split()))
-    return re.sub(
-        r"Does not validate against any of the Union subtypes Subtypes: \[(.*?)\] Errors: .* Given value: (.*)$",
-        r"cannot read '\2' as one of \1; a list is written [1,2]",
-        line,
-    )
+    """A message of the parser, or of a command, on one line."""
+    return re.sub(r'^Parser key "([\w.]+)": ', r"option --\1: ", " ".join(message.split()))
+
+
+class _Terminated(BaseException):
+    """SIGTERM, as Ctrl-C is KeyboardInterrupt: what is open is closed on the way out."""
+
+
+@contextmanager
+def _terminating() -> Iterator[None]:
+    """Let SIGTERM unwind the command as Ctrl-C does, so that no half-written file and no worker is left behind."""
+    if threading.current_thread() is not threading.main_thread():  # handlers belong to the main thread alone
+        yield
+        return
+    owner = os.getpid()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if os.getpid() != owner:  # a worker process that was forked from this one
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        raise _Terminated
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code is 0, 2 for a user's mistake (one line on stderr) or 130 after Ctrl-C."""
+    """Run one command and return its exit code; what the user can mend gets one line on stderr.
+
+    0 for done, 1 if the work failed or found problems, 2 for a mistake in the command line, a file or a folder, 130 after
+    Ctrl-C and 143 after SIGTERM.
+    """
     try:
-        command, config = _Parsers().parse(sys.argv[1:] if argv is None else argv)
-        return command.function()(config) or 0
+        with _terminating():
+            command, config, quiet, as_json = parse(sys.argv[1:] if argv is None else argv)
+            with output.mode(quiet, as_json):
+                code = command.function()(config) or 0
+            sys.stdout.flush()
+            return code
     except KeyboardInterrupt:
         print(f"{PROGRAM}: interrupted", file=sys.stderr)
-        return 130
+        return 128 + signal.SIGINT
+    except _Terminated:
+        print(f"{PROGRAM}: stopped by SIGTERM", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except BrokenPipeError:  # the reader has seen enough, as in 'eigengrain models | head'
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return BROKEN_PIPE
     except USER_ERRORS as error:
         message = str(error) if isinstance(error, errors.LayoutError) else _one_line(str(error))
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)
-        return 2
+        return FAILED if isinstance(error, FAILURES) else USAGE
 
 
 if __name__ == "__main__":

@@ -12,6 +12,10 @@ class LayoutError(ValueError):
     """A folder is not laid out as its data set is; the message shows both, on several lines."""
 
 
+class FailedError(ValueError):
+    """The work itself failed, as when a training diverges: the options could be read, and what they ask for went wrong."""
+
+
 class EigenSolverError(RuntimeError):
     """A decomposition failed on every rung of the repair ladder."""
 

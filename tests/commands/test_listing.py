@@ -13,6 +13,7 @@ from eigengrain.commands.listing import Heads, Models, backbone_sizes, first_sen
 from eigengrain.heads import Head, create_head, list_heads, register_head
 from eigengrain.heads.registry import _FACTORIES
 from eigengrain.models import create_model, list_backbones
+from eigengrain.runtime import output
 
 # patches of 16 × 16 pixels, positions, class token, six blocks 64 wide (norms, attention, MLP three times as wide), norm
 VIT_PARAMETERS = (
@@ -71,7 +72,8 @@ def test_without_a_pattern_the_covered_backbones_are_measured(monkeypatch, capsy
 
 
 def test_models_as_json(capsys):
-    run_models(Models("tv:alexnet", json=True))
+    with output.mode(json=True):
+        run_models(Models("tv:alexnet"))
     assert printed_json(capsys) == [
         {
             "name": "tv:alexnet",
@@ -92,7 +94,8 @@ def test_many_matches_are_named_only(capsys, wide):
     assert set(out.split()) >= set(names)
     assert f"{len(names)} names" in out
     assert "channels" not in out
-    run_models(Models("resnet*", json=True))
+    with output.mode(json=True):
+        run_models(Models("resnet*"))
     assert printed_json(capsys) == [{"name": name} for name in names]
 
 
@@ -103,7 +106,8 @@ def test_a_network_without_a_feature_map_says_so(monkeypatch, capsys, wide):
     out = capsys.readouterr().out
     assert "6 × 6" in out
     assert "'crossvit_9_240' gives list before its classifier" in out
-    run_models(Models(json=True))
+    with output.mode(json=True):
+        run_models(Models())
     rows = printed_json(capsys)
     assert [row["name"] for row in rows] == list(names)
     assert ["problem" in row for row in rows] == [True, False]
@@ -182,7 +186,8 @@ def test_heads_by_pattern_as_json(capsys):
         ("mpncov", ["mpncov"]),
         ("qrt", ["isqrt", "isqrt+seb"]),
     ):
-        run_heads(Heads(pattern, json=True))
+        with output.mode(json=True):
+            run_heads(Heads(pattern))
         rows = printed_json(capsys)
         assert [row["name"] for row in rows] == expected
     assert rows[0] == {

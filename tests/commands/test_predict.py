@@ -244,7 +244,7 @@ def damaged(photos):
 
 
 def test_unreadable_images_are_listed_at_the_end_and_stop_nothing(checkpoint, photos, damaged, capsys):
-    assert run(Predict(["photos", "nowhere"], checkpoint, batch_size=2, workers=0)) == 0
+    assert run(Predict(["photos", "nowhere"], checkpoint, batch_size=2, workers=0)) == 1
     out, err = capsys.readouterr()
     assert "3 images classified" in out
     lines = err.splitlines()
@@ -261,7 +261,7 @@ def test_unreadable_images_are_listed_at_the_end_and_stop_nothing(checkpoint, ph
 
 def test_a_problem_is_one_line_whatever_the_file_is_called(checkpoint, photos, capsys):
     (photos / "two\nlines\x1b[31m.png").write_text("no image")
-    assert run(Predict(["photos"], checkpoint)) == 0
+    assert run(Predict(["photos"], checkpoint)) == 1
     err = capsys.readouterr().err
     assert len(err.splitlines()) == 2
     assert "two\\nlines\\x1b[31m.png" in err
@@ -269,7 +269,7 @@ def test_a_problem_is_one_line_whatever_the_file_is_called(checkpoint, photos, c
 
 def test_no_image_at_all_is_a_failure_that_leaves_the_last_result_alone(checkpoint, photos, damaged, capsys):
     (photos.parent / "predictions.csv").write_text("earlier")
-    assert run(Predict(["photos/text.png", "photos/huge.png"], checkpoint)) == 2
+    assert run(Predict(["photos/text.png", "photos/huge.png"], checkpoint)) == 1
     out, err = capsys.readouterr()
     assert out.strip() == ""
     assert err.startswith("2 could not be read:")

@@ -15,6 +15,7 @@ from eigengrain.commands.datasets import Datasets, describe, run
 from eigengrain.data import find_unreadable, open_dataset
 from eigengrain.data.catalogue import ENTRIES
 from eigengrain.data.check import find_problems
+from eigengrain.runtime import output
 
 
 @pytest.fixture
@@ -85,7 +86,8 @@ def test_check_of_a_whole_folder_returns_0(cub, tmp_path, capsys):
     assert run(Datasets("check", "cub", str(cub), workers=0, out=str(out))) == 0
     assert "train: 6 images (published: 5,994) of 3 classes" in capsys.readouterr().out
     assert out.read_text().strip() == "split,index,path,kind,reason"
-    assert run(Datasets("check", "cub", str(cub), split="test", workers=0, json=True)) == 0
+    with output.mode(json=True):
+        assert run(Datasets("check", "cub", str(cub), split="test", workers=0)) == 0
     assert json.loads(capsys.readouterr().out) == {"images": {"test": 3}, "problems": []}
 
 
@@ -120,7 +122,8 @@ def test_a_folder_of_any_layout(damaged, tmp_path, capsys):
         "test/dog/0.png": "unreadable",
     }
     assert "of the split train, but of another class: cat here, dog there" in out.read_text()
-    assert run(Datasets("check", str(damaged / "test"), workers=0, json=True)) == 1
+    with output.mode(json=True):
+        assert run(Datasets("check", str(damaged / "test"), workers=0)) == 1
     found = json.loads(capsys.readouterr().out)
     assert found["images"] == {"all": 4}
     assert [p["kind"] for p in found["problems"]] == ["unreadable"]
@@ -166,7 +169,8 @@ def test_list_says_every_layout(capsys):
     text = capsys.readouterr().out
     for entry in ENTRIES:
         assert describe(entry) in text
-    assert run(Datasets("list", "cub", json=True)) == 0
+    with output.mode(json=True):
+        assert run(Datasets("list", "cub")) == 0
     assert [entry["name"] for entry in json.loads(capsys.readouterr().out)] == ["cub"]
 
 

@@ -39,30 +39,23 @@ EVERY = [(page, words) for page in PAGES for words in (*written(page), *inline(p
 OURS = [(page, words[1:]) for page, words in EVERY if words[0] == "eigengrain"]
 
 
-@pytest.fixture(scope="module")
-def parsers():
-    return cli._Parsers()
-
-
 @pytest.mark.parametrize(
     ("page", "words"), OURS, ids=lambda value: " ".join(value) if isinstance(value, list) else title(value)
 )
-def test_a_command_can_be_read(page, words, parsers, tmp_path, monkeypatch):
+def test_a_command_can_be_read(page, words, tmp_path, monkeypatch):
     # some commands ask first whether the folder of a model is there
     monkeypatch.chdir(tmp_path)
     for folder in (word for word in words if word.startswith("runs/")):
         (tmp_path / folder).mkdir(parents=True, exist_ok=True)
-    if words[0] == "--print_completion":
-        pytest.skip("the parser has this option only where its variable is set")
     if words in sorted([[*name.split()] for name in cli.GROUPS]):
         return  # `eigengrain bench` as the name of a group
     if words[-1] in ("--help", "--version"):
         with pytest.raises(SystemExit) as stop:
-            parsers.parse(words)
+            cli.parse(words)
         assert stop.value.code == 0
         return
-    command, config = parsers.parse(words)
-    assert isinstance(config, command.config)
+    asked = cli.parse(words)
+    assert isinstance(asked.config, asked.command.config)
 
 
 @pytest.mark.parametrize(("page", "words"), [pair for pair in EVERY if pair[1][0] != "eigengrain"], ids=str)
@@ -95,14 +88,3 @@ def test_recipes_in_the_text_exist():
         ):
             if name.split("-")[0] in families:
                 assert name in list_recipes(), f"{title(page)}: {name}"
-
-
-def test_completion_knows_the_commands(monkeypatch, capsys):
-    pytest.importorskip("shtab")
-    monkeypatch.setenv("JSONARGPARSE_ADD_PRINT_COMPLETION_ARGUMENT", "true")
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--print_completion", "shtab-bash"])
-    assert stop.value.code == 0
-    script = capsys.readouterr().out
-    assert "complete" in script
-    assert all(command.last_word in script for command in cli.COMMANDS)

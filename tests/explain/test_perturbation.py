@@ -23,6 +23,7 @@ from eigengrain.explain.perturbation import (
 from eigengrain.models.backbone import Backbone
 from eigengrain.models.layout import FeatureLayout
 from eigengrain.models.model import CovarianceNet
+from eigengrain.runtime import output
 
 F64 = torch.float64
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)
@@ -639,7 +640,7 @@ def test_bar_is_shown_on_a_terminal_by_the_first_process(monkeypatch):
     def shown(progress=True):
         text = io.StringIO()
         console = Console(file=text, force_terminal=True)
-        monkeypatch.setattr(perturbation, "Console", lambda **options: console)
+        monkeypatch.setattr(output, "progress", lambda: console)
         EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=3, progress=progress)
         return text.getvalue()
 

@@ -316,7 +316,14 @@ class SolversBench:
 
 @dataclass(frozen=True)
 class Doctor:
-    """No options."""
+    """Where data sets are looked for.
+
+    Args:
+        data: folder with the data sets, each in its own folder, or that of one data set; that of the environment variable
+            EIGENGRAIN_DATA by default.
+    """
+
+    data: str | None = None
 
 
 def warmup_runs(asked: int | None, device: str) -> int:

@@ -1,24 +1,35 @@
 """What is installed and what the package makes of it."""
 
+import os
 import platform
 import re
 import subprocess
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
 
 import torch
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from eigengrain import __version__
+from eigengrain.bench.caches import caches, is_writable
 from eigengrain.bench.config import Doctor
+from eigengrain.bench.data_folders import DataFolder, look
+from eigengrain.data.plumage import cache_folder
 from eigengrain.functional import autotune, cusolver
 from eigengrain.functional.eigen import _choose
+from eigengrain.runtime import output
 from eigengrain.runtime.environment import cpu_name, device_name
 
 #: extras that developers of the package need, and its users do not
 _DEVELOPMENT = ("dev", "docs")
+#: packages without which nothing works
+REQUIRED = ("torch", "timm", "torchvision")
+#: the variable that names the folder with the data sets
+DATA = "EIGENGRAIN_DATA"
 
 
 def installed(package: str) -> str | None:
@@ -58,7 +69,7 @@ def import_trouble(module: str) -> str:
 def package_rows() -> list[tuple[str, str]]:
     """(package, version or remedy), required ones first."""
     rows = [("eigengrain", __version__), ("python", platform.python_version())]
-    for package in ("torch", "timm", "torchvision"):
+    for package in REQUIRED:
         rows.append((package, installed(package) or f"missing: pip install {package}"))
     # a version does not say that the binary fits this torch; tried as the package itself imports it
     trouble = installed("torchvision") and import_trouble("eigengrain._torchvision")
@@ -114,21 +125,107 @@ def solver_rows() -> list[tuple[str, str, str]]:
     return rows
 
 
-def run(config: Doctor) -> None:
-    """``eigengrain doctor``."""
-    packages = Table("package", "version", title="packages", title_justify="left")
-    for row in package_rows():
-        packages.add_row(*map(escape, row), style="yellow" if "missing:" in row[1] or "fails:" in row[1] else None)
-    devices = Table("device", "what it is", "eigensolver of backend='auto'", title="devices", title_justify="left")
-    for line in device_rows():
-        devices.add_row(*map(escape, line))
-    console = Console()
-    console.print(packages, devices)
+@dataclass(frozen=True)
+class Extra:
+    """An optional part of the package that is not there: its name, the packages that it lacks, and how to get it."""
+
+    name: str
+    missing: tuple[str, ...]
+    install: str
+
+
+def missing_extras() -> list[Extra]:
+    """Extras that lack a package."""
+    try:
+        optional = extras(requires("eigengrain") or [])
+    except PackageNotFoundError:
+        return []
+    lacking = {extra: tuple(p for p in packages if installed(p) is None) for extra, packages in optional.items()}
+    return [Extra(extra, packages, f"pip install 'eigengrain[{extra}]'") for extra, packages in lacking.items() if packages]
+
+
+def thread_facts() -> dict[str, int | str | None]:
+    """How many threads torch uses, of how many cores, and what the environment says of it."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "threads": torch.get_num_threads(),
+        "interop_threads": torch.get_num_interop_threads(),
+        "cores": cores,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    }
+
+
+def problems_of(packages: Sequence[tuple[str, str]], folder: Path) -> list[str]:
+    """What keeps the package from working: a required package that is missing or broken, a cache that cannot be written."""
+    required = [f"{name or 'torchvision'}: {said}" for name, said in packages if name in REQUIRED or not name]
+    found = [line for line in required if "missing:" in line or "fails:" in line]
+    if not is_writable(folder):
+        found.append(f"the cache folder {folder} cannot be written to: set EIGENGRAIN_CACHE to another")
+    return found
+
+
+def run(config: Doctor) -> int:
+    """``eigengrain doctor``: 0, or 1 if something keeps the package from working."""
+    place = config.data or os.environ.get(DATA)
+    data = look(place) if place else []
+    packages, devices, threads, solvers = package_rows(), device_rows(), thread_facts(), solver_rows()
+    lacking, kept, folder = missing_extras(), caches(), cache_folder()
+    problems = problems_of(packages, folder)
+    console = output.reading()
+    view = Table("package", "version", title="packages", title_justify="left")
+    for row in packages:
+        view.add_row(*map(escape, row), style="yellow" if "missing:" in row[1] or "fails:" in row[1] else None)
+    console.print(view)
+    for title, heads, lines in (
+        ("extras that are not complete", ("extra", "missing", "get it with"), _extra_lines(lacking)),
+        ("devices", ("device", "what it is", "eigensolver of backend='auto'"), devices),
+        ("solver='auto' on CUDA", ("measured on", "ms", "taken"), solvers),
+        (f"data sets in {place}", ("data set", "state", "what to do"), list(map(_data_line, data))),
+        ("kept on disk", ("what", "how much", "where"), [(each.what, str(each), each.path) for each in kept]),
+    ):
+        if lines:
+            console.print(_table(title, heads, lines))
+    environment = f"OMP_NUM_THREADS is {threads['OMP_NUM_THREADS'] or 'not set'}"
+    said = [f"threads of torch: {threads['threads']}, cores: {threads['cores']}; {environment}"]
     file = autotune.cache_file()
-    if remembered := solver_rows():
-        solvers = Table("measured on", "ms", "taken", title="solver='auto' on CUDA", title_justify="left")
-        for entry in remembered:
-            solvers.add_row(*map(escape, entry))
-        console.print(solvers)
-    said = f"remembered in {file}" if remembered else f"no solver has been timed on CUDA yet; {file} will remember"
-    console.print(said, soft_wrap=True, highlight=False, markup=False)
+    timed = f"timings of solvers are remembered in {file}"
+    said.append(timed if solvers else f"no solver has been timed on CUDA yet; {file} will remember")
+    if not place:
+        said.append(f"data sets are looked for with --data FOLDER, or in the folder of the variable {DATA}")
+    said += [f"problem: {line}" for line in problems] or ["no problems"]
+    for line in said:
+        console.print(line, soft_wrap=True, highlight=False, markup=False)
+    output.result(
+        {
+            "packages": [{"name": name or "torchvision", "version": said} for name, said in packages],
+            "missing_extras": lacking,
+            "devices": [dict(zip(("device", "what", "eigensolver"), row, strict=True)) for row in devices],
+            "threads": threads,
+            "solvers": autotune.measurements(),
+            "data": {"folder": place, "sets": data},
+            "caches": kept,
+            "cache_folder": {"path": folder, "writable": is_writable(folder)},
+            "problems": problems,
+        },
+        problems,
+    )
+    return 1 if problems else 0
+
+
+def _extra_lines(lacking: Sequence[Extra]) -> list[tuple[str, str, str]]:
+    return [(extra.name, ", ".join(extra.missing), extra.install) for extra in lacking]
+
+
+def _data_line(seen: DataFolder) -> tuple[str, str, str]:
+    lacks = f"{', '.join(seen.missing)} missing in {seen.folder}; " if seen.missing else ""
+    state = f"found in {seen.folder}" if seen.state == "found" else seen.state
+    return seen.name, state, f"{lacks}{seen.remedy}" or "–"
+
+
+def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
+    view = Table(*heads, title=title, title_justify="left")
+    for column in view.columns:
+        column.overflow = "fold"  # a path is of no use cut short
+    for line in lines:
+        view.add_row(*map(escape, line))
+    return view

@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
@@ -19,6 +18,7 @@ from eigengrain.bench.config import FunctionalBench, warmup_runs
 from eigengrain.bench.memory import peak_bytes, saved_bytes
 from eigengrain.errors import unknown_name
 from eigengrain.functional import _graphs, autotune
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -320,9 +320,9 @@ def run(config: FunctionalBench) -> None:
     warmup = warmup_runs(config.warmup, device.type)
     plan = [(shape, methods_for(*shape[1:], config.methods)) for shape in config.shapes]
     path = writable(config.out or f"benchmarks/functional-{device.type}.csv")
-    console = Console()
+    console = output.reading()
     rows: list[Row] = []
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         total = sum(len(names) for _, names in plan) * (warmup + config.repeats + 1)
         task = progress.add_task("measuring", total=total)
         for shape, names in plan:
@@ -344,3 +344,4 @@ def run(config: FunctionalBench) -> None:
     console.print(table(rows))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
+    output.result({"rows": rows, "environment": environment, "files": [path]}, [path])

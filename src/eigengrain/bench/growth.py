@@ -16,6 +16,7 @@ from eigengrain.bench import functional
 from eigengrain.bench.config import GrowthBench, warmup_runs
 from eigengrain.bench.functional import Case, Row, by_time, in_turn, random_case, short, solver_of
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -185,31 +186,33 @@ def read_rows(path: Path) -> list[Row]:
         raise ValueError(f"{path} has a row that cannot be read ({error}): measure it again without --redraw") from error
 
 
-def _show(rows: list[Row], device_name: str, picture: Path, console: Console) -> None:
-    """The chart, beside the CSV file."""
+def _show(rows: list[Row], device_name: str, picture: Path, console: Console) -> list[Path]:
+    """The chart, beside the CSV file; the files that were drawn."""
     if find_spec("matplotlib"):
         from eigengrain.bench.chart import draw_growth
 
         draw_growth(rows, device_name, picture)
         console.print(f"drawn to {picture}", soft_wrap=True)
-    else:
-        console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
+        return [picture]
+    console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
+    return []
 
 
 def run(config: GrowthBench) -> None:
     """``eigengrain bench growth``."""
     device = pick_device(config.device)
     methods_of(config)  # refuses what there is not before a file is made
-    console = Console()
+    console = output.reading()
     path = Path(config.out or f"benchmarks/growth-{device.type}.csv")
     if config.redraw:
         rows = read_rows(path)
         console.print(table(rows))
-        _show(rows, str(rows[0]["device_name"]), writable(path.with_suffix(".png")), console)
+        files = _show(rows, str(rows[0]["device_name"]), writable(path.with_suffix(".png")), console)
+        output.result({"rows": rows, "files": files}, files)
         return
     picture = writable(path.with_suffix(".png"))
     path = writable(path)
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=sum(map(len, config.sweeps.values())))
         rows = measure(config, device, lambda size: progress.update(task, advance=1, description=f"after {size}"))
     if not rows:
@@ -219,4 +222,5 @@ def run(config: GrowthBench) -> None:
     console.print(table(rows))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
-    _show(rows, str(environment["device_name"]), picture, console)
+    files = [path, *_show(rows, str(environment["device_name"]), picture, console)]
+    output.result({"rows": rows, "environment": environment, "files": files}, files)

@@ -5,13 +5,13 @@ from importlib.util import find_spec
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from eigengrain.bench.config import HeadsBench, warmup_runs
 from eigengrain.bench.functional import Case, Row, by_time, figures, short, solver_of
 from eigengrain.errors import unknown_name
 from eigengrain.heads import CovarianceHead, Head, create_head, list_heads
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -136,8 +136,8 @@ def run(config: HeadsBench) -> None:
     path = writable(config.out or f"benchmarks/heads-{device.type}.csv")
     picture = writable(path.with_suffix(".png"))
     warmup = warmup_runs(config.warmup, device.type)
-    console = Console()
-    with progress_bar(console) as progress:
+    console = output.reading()
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=len(names) * (warmup + config.repeats + 1))
         rows = measure(
             config.shape(device.type),
@@ -155,10 +155,13 @@ def run(config: HeadsBench) -> None:
     console.print(table(rows, config.reference))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
+    files = [path]
     if find_spec("matplotlib"):
         from eigengrain.bench.chart import draw_heads
 
         draw_heads(rows, config.reference, str(environment["device_name"]), picture)
         console.print(f"drawn to {picture}", soft_wrap=True)
+        files.append(picture)
     else:
         console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
+    output.result({"rows": rows, "environment": environment, "files": files}, files)

@@ -137,15 +137,15 @@ def measure(config: LoaderBench, advance: Callable[[str], None] = lambda name: N
 def run(config: LoaderBench) -> None:
     """``eigengrain bench loader``."""
     import torch
-    from rich.console import Console
 
+    from eigengrain.runtime import output
     from eigengrain.runtime.display import progress_bar
     from eigengrain.runtime.environment import describe
     from eigengrain.runtime.records import writable, write_csv
 
     path = writable(config.out or "benchmarks/loader-cpu.csv")
-    console = Console()
-    with progress_bar(console) as progress:
+    console = output.reading()
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=2 * (config.repeats + 1))
         rows = measure(config, lambda name: progress.update(task, advance=1, description=name))
     environment = describe(torch.device("cpu"))
@@ -155,3 +155,4 @@ def run(config: LoaderBench) -> None:
         console.print(f"{row['loader']:12} {row['images_per_second']:8} images/s, {ratio} times {REFERENCE}'s")
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
+    output.result({"rows": rows, "environment": environment, "files": [path]}, [path])

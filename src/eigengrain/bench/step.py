@@ -9,7 +9,6 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
@@ -19,6 +18,7 @@ from eigengrain.bench.heads import known_heads
 from eigengrain.bench.memory import LiveStorages
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.names import check_backbone
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
@@ -356,9 +356,9 @@ def run(config: StepBench) -> None:
         check_backbone(backbone)
     path = writable(config.out or f"benchmarks/step-{device.type}.csv")
     environment = describe(device)
-    console = Console()
+    console = output.reading()
     rows: list[Row] = []
-    with progress_bar(console) as progress:
+    with progress_bar() as progress:
         turns = 1 + (config.warmup or 0) + config.repeats
         task = progress.add_task("measuring", total=len(backbones) * len(config.heads) * turns)
         for backbone in backbones:
@@ -375,3 +375,4 @@ def run(config: StepBench) -> None:
         console.print(table([row for row in rows if row["backbone"] == backbone], config.reference))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
     console.print(f"written to {path}", soft_wrap=True)
+    output.result({"rows": rows, "environment": environment, "files": [path]}, [path])

@@ -1,7 +1,6 @@
 """Which data sets there are, how their folders look, and whether a folder's images are whole."""
 
 import csv
-import json
 import os
 from collections import Counter
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from eigengrain.data.catalogue import ENTRIES, Entry, find_entry
 from eigengrain.data.files import printable
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from eigengrain.data import ImageSet
@@ -35,7 +35,6 @@ class Datasets:
         split: which images to check.
         workers: processes that decode, at most one for each core.
         out: CSV file for the problems that a check finds.
-        json: print JSON instead of text.
     """
 
     action: str = "list"
@@ -45,7 +44,6 @@ class Datasets:
     split: Literal["all", "train", "test"] = "all"
     workers: int = 4
     out: str | None = None
-    json: bool = False
 
     def __post_init__(self) -> None:
         names = [entry.name for entry in ENTRIES]
@@ -75,11 +73,13 @@ def run(config: Datasets) -> int:
     if config.action == "check":
         return check(config)
     entries = ENTRIES if config.name is None else (find_entry(config.name),)
-    if config.json:
-        print(json.dumps([asdict(entry) for entry in entries], indent=2, ensure_ascii=False))
-    else:
-        print("\n\n".join(map(describe, entries)))
+    _say("\n\n".join(map(describe, entries)))
+    output.result(entries, [entry.name for entry in entries])
     return 0
+
+
+def _say(*lines: str) -> None:
+    output.reading().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
 
 
 def describe(entry: Entry) -> str:
@@ -117,23 +117,23 @@ def check(config: Datasets) -> int:
     problems = [replace(p, path=printable(p.path), reason=printable(p.reason)) for p in problems]
     if out is not None:
         _write(out, problems)
-    spoilt = any(problem.kind != "duplicate" for problem in problems)
-    if config.json:
-        counted = {split.split: len(split) for split in found.splits}
-        print(json.dumps({"images": counted, "problems": [asdict(p) for p in problems]}, indent=2, ensure_ascii=False))
-        return 1 if spoilt else 0
-    print("\n".join(found.said))
+    spoilt = not all(map(_is_harmless, problems))
+    shown = [f"{problem.kind}: {problem.path}: {problem.reason}" for problem in sorted(problems, key=_is_harmless)]
+    _say(*found.said)
     kinds = Counter(problem.kind for problem in problems)
     counts = [f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")]
     counts += [f"{kinds['empty']} folders without images"] if kinds["empty"] else []
-    print(", ".join(counts))
-    for problem in sorted(problems, key=lambda problem: problem.kind == "duplicate")[:SHOWN]:
-        print(f"  {problem.kind}: {problem.path}: {problem.reason}")
+    _say(", ".join(counts), *(f"  {line}" for line in shown[:SHOWN]))
     if len(problems) > SHOWN:
-        print(f"  … and {len(problems) - SHOWN} more{'' if out else '; all of them with --out FILE.csv'}")
+        _say(f"  … and {len(problems) - SHOWN} more{'' if out else '; all of them with --out FILE.csv'}")
     if out is not None:
-        print(f"written to {out}")
+        _say(f"written to {out}")
+    output.result({"images": {split.split: len(split) for split in found.splits}, "problems": problems}, shown)
     return 1 if spoilt else 0
+
+
+def _is_harmless(problem: "Problem") -> bool:
+    return problem.kind == "duplicate"
 
 
 class _Found(NamedTuple):

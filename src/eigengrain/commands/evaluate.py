@@ -5,8 +5,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eigengrain.commands.checkpoint import ARGUMENTS, model_folder, training_folder
 from eigengrain.data.config import Transforms
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
@@ -57,7 +59,9 @@ class Evaluate:
 
     def __post_init__(self) -> None:
         if not self.checkpoint:
-            raise ValueError("name the model with --checkpoint: a folder of 'eigengrain train' or of save_pretrained")
+            raise ValueError(
+                "name the model: eigengrain evaluate CHECKPOINT, a folder of 'eigengrain train' or of save_pretrained"
+            )
         for option, choices in (("split", SPLITS), ("amp", AMP)):
             if getattr(self, option) not in choices:
                 raise unknown_name(f"--{option}", getattr(self, option), choices)
@@ -81,7 +85,6 @@ def expand(words: Sequence[str]) -> list[str]:
 def run(config: Evaluate) -> None:
     """Evaluate, print a table, write CSV files."""
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     from eigengrain.data import make_loader
@@ -114,7 +117,8 @@ def run(config: Evaluate) -> None:
         settings = {"test_time_augmentation": "flip" if config.flip else "none", "amp": config.amp}
         settings |= {"img_size": model.pretrained_cfg["input_size"][-1]}
         where = describe(process.device)
-        write_csv(out, [{**common, **_row(score), **settings, **where} for score in scores])
+        rows = [{**common, **_row(score), **settings, **where} for score in scores]
+        write_csv(out, rows)
         if per_class is not None:
             write_csv(per_class, [row for score in scores for row in _class_rows(score, model, dataset.classes)])
     table = Table(
@@ -125,11 +129,15 @@ def run(config: Evaluate) -> None:
         table.add_column(heading, justify="right")
     for score in scores:
         table.add_row(_label(score.subset), f"{score.top1:.2f}", f"{score.top5:.2f}", f"{score.loss:.4f}")
-    console = Console()
+    console, files = output.reading(), [path for path in (out, per_class) if path is not None]
     console.print(table)
-    for path in (out, per_class):
-        if path is not None:
-            console.print(str(path), soft_wrap=True, highlight=False, markup=False)
+    for path in files:
+        console.print(str(path), soft_wrap=True, highlight=False, markup=False)
+    numbers = [{"top1": score.top1, "top5": score.top5, "loss": score.loss} for score in scores]
+    output.result(
+        {"scores": [row | exact for row, exact in zip(rows, numbers, strict=True)], "files": files},
+        [f"{_label(score.subset)}\t{score.top1:.2f}" for score in scores],
+    )
 
 
 def _label(subset: str) -> str:
@@ -155,19 +163,17 @@ def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
 
     from eigengrain.training.config import from_mapping
 
-    path = Path(checkpoint)
+    path = training_folder(Path(checkpoint))
     if not path.is_dir():
         raise ValueError(f"there is no folder {checkpoint!r}: name one of 'eigengrain train' or of save_pretrained")
-    arguments = path / "args.yaml"
+    arguments, folder = path / ARGUMENTS, model_folder(path)
     if not arguments.is_file():
-        return path, None
-    if not (path / "model").is_dir():
-        raise ValueError(f"the training in {checkpoint!r} has not ended: finish it with 'eigengrain train --resume'")
+        return folder, None
     try:
         values: Any = yaml.safe_load(arguments.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{arguments} is not YAML: {error}") from error
-    return path / "model", from_mapping(values)
+    return folder, from_mapping(values)
 
 
 def open_for_evaluation(config: Evaluate, folder: Path, training: "Train | None") -> tuple["CovarianceNet", Any]:

@@ -5,7 +5,6 @@ import math
 import os
 import random
 import shlex
-import sys
 import warnings
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
@@ -14,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -34,9 +34,6 @@ TARGETS = ("predicted", "label", "norm")
 
 #: options that take several words
 _LISTS = ("images", "rules", "subsets", "measures")
-
-#: of 256 eigenvalues the paper calls so many large
-PAPER_SPLIT, PAPER_CHANNELS = 206, 256
 
 #: images of one panel
 ROWS = 6
@@ -175,7 +172,9 @@ def split_point(channels: int, asked: int | None) -> int:
         (206, 52, 1)
     """
     if asked is None:
-        return max(1, min(channels - 1, round(channels * PAPER_SPLIT / PAPER_CHANNELS)))
+        from eigengrain.functional.subset import small_part
+
+        return max(1, channels - small_part(channels))
     if not 1 <= asked < channels:
         raise ValueError(f"--split_at must be from 1 to {channels - 1}, as there are {channels} eigenvalues; got {asked}")
     return asked
@@ -221,17 +220,14 @@ def open_source(config: Explain) -> Source:
     from eigengrain.data.transforms import Pipeline
     from eigengrain.models import from_pretrained
 
-    place = Path(config.checkpoint)
-    if place.name == "model" and (place.parent / "args.yaml").is_file():
-        place = place.parent  # the training folder says which images, and how they were prepared
-    folder, training = find_run(str(place))
+    folder, training = find_run(config.checkpoint)  # a training says which images, and how they were prepared
     if config.images:
         model = from_pretrained(folder)
         dataset, problems = _given_images(config, model)
         return Source(model, dataset, list(range(len(dataset))), labelled=False, located=False, problems=problems)
     if config.data is None and training is None:
         raise ValueError(f"{config.checkpoint!r} does not say its images: give --images, or --data and --root")
-    asked = Evaluate(str(place), config.data, config.root, config.data_options, config.split)
+    asked = Evaluate(config.checkpoint, config.data, config.root, config.data_options, config.split)
     model, dataset = open_for_evaluation(asked, folder, training)
     if not isinstance(dataset.transform, Pipeline):
         dataset.transform = _transform(model)
@@ -331,7 +327,6 @@ def run(config: Explain) -> None:
     """``eigengrain explain``: panels, measures and a page about them."""
     _check_installed()
     import torch
-    from rich.console import Console
 
     from eigengrain.runtime.display import progress_bar
     from eigengrain.runtime.environment import describe
@@ -342,7 +337,7 @@ def run(config: Explain) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("default")
         warnings.filterwarnings("ignore", message="Glyph")  # a name in letters that the font lacks
-        bar = progress_bar(Console(stderr=True))
+        bar = progress_bar()
         try:
             with join(config.device) as process:
                 source = open_source(config)
@@ -360,15 +355,19 @@ def run(config: Explain) -> None:
             raise ValueError(f"out of memory with --batch_size {config.batch_size}: try a smaller one") from error
     files = work.write_measures(surveys, environment)
     work.write_page(page, pictures, surveys, environment)
-    console = Console()
+    console = output.reading()
     if surveys:
         console.print(terminal_table(surveys))
     kept = [picture.path for picture in pictures if picture.path.suffix == ".png"]
-    for path in (*kept, *work.films, *files, page):
+    written = [*kept, *work.films, *files, page]
+    for path in written:
         console.print(str(path), soft_wrap=True, highlight=False, markup=False)
     notes = [*source.problems, *dict.fromkeys(str(warning.message) for warning in told)]
     for note in notes:
-        print(f"note: {' '.join(note.split())}", file=sys.stderr)
+        said = f"note: {' '.join(note.split())}"
+        output.progress().print(said, soft_wrap=True, highlight=False, markup=False)
+    measures = [row for each in surveys for row in each.table]
+    output.result({"measures": measures, "files": written, "notes": notes}, [page])
 
 
 def _check_installed() -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 
 SPLITS = ("train", "val", "test")
 
@@ -88,7 +89,10 @@ def run(config: Explore) -> int:
     try:
         with Server(lenses, config.host, config.port, password) as server:
             who = f" (name {USER}, and the password)" if password else ""
-            print(f"{server.url}{who}   models: {', '.join(lenses)}   Ctrl-C ends it", flush=True)
+            said = f"{server.url}{who}   models: {', '.join(lenses)}   Ctrl-C ends it"
+            output.reading().print(said, soft_wrap=True, markup=False, highlight=False)
+            sys.stdout.flush()
+            output.result({"url": server.url, "models": list(lenses)}, [server.url])
             if config.browser:
                 webbrowser.open(server.url)
             while not ended.wait(0.5):
@@ -96,5 +100,5 @@ def run(config: Explore) -> int:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    print("closed", file=sys.stderr)
+    output.progress().print("closed")
     return 0

@@ -4,7 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from eigengrain.commands.checkpoint import fill
+from eigengrain.commands.checkpoint import fill, model_folder
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
@@ -18,7 +19,8 @@ class Export:
     """Which model, in which form, and where the file goes.
 
     Args:
-        checkpoint: a folder of save_pretrained, or a weights file together with --backbone, --head and --num_classes.
+        checkpoint: a folder of 'eigengrain train' or of save_pretrained, or a weights file together with
+            --backbone, --head and --num_classes.
         format: onnx for ONNX Runtime and others, pt2 for torch.export.load.
         out: the file; the checkpoint's name with .onnx or .pt2 in the current folder by default.
         img_size: side of the square images that the file takes, or [height,width]; as the checkpoint says by default.
@@ -32,7 +34,7 @@ class Export:
         last_stride: 1 for a weights file of a model that was trained so.
     """
 
-    checkpoint: str
+    checkpoint: str = ""
     format: Literal["onnx", "pt2"] = "onnx"
     out: str | None = None
     img_size: int | list[int] | None = None
@@ -46,6 +48,11 @@ class Export:
     last_stride: int | None = None
 
     def __post_init__(self) -> None:
+        if not self.checkpoint:
+            raise ValueError(
+                "name the model: eigengrain export CHECKPOINT, a folder of 'eigengrain train' or of save_pretrained, or a "
+                "weights file"
+            )
         if isinstance(self.img_size, list) and len(self.img_size) != 2:
             raise ValueError(f"--img_size is one number or [height,width], got {self.img_size}")
 
@@ -83,6 +90,7 @@ def open_model(config: Export) -> "CovarianceNet":
         )
     if path.name == "model.safetensors" and config.backbone is None and (path.parent / "config.json").is_file():
         path = path.parent  # the file that was named is a part of a folder that says the rest
+    path = model_folder(path)
     if path.is_file():
         return _from_weights(path, config)
     given = [f"--{name}" for name, default in _OF_WEIGHTS.items() if getattr(config, name) != default]
@@ -123,4 +131,5 @@ def run(config: Export) -> None:
         report = export_pt2(
             model, config.file, img_size=config.size, dynamic_batch=config.dynamic_batch, verify=config.verify
         )
-    print(report)
+    output.reading().print(str(report), soft_wrap=True, markup=False, highlight=False)
+    output.result(report, [report.path])

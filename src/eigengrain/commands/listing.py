@@ -1,14 +1,14 @@
 """Which backbones and heads there are, and how large what they make is. Nothing heavy is imported before it runs."""
 
-import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 from eigengrain.errors import unknown_name
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,11 +56,9 @@ class Models:
 
     Args:
         pattern: a name, a part of one, or a pattern such as 'resnet*' in quotes; by default the backbones of the paper.
-        json: print JSON instead of a table.
     """
 
     pattern: str | None = None
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,11 +67,9 @@ class Heads:
 
     Args:
         pattern: a name, a part of one, or a pattern such as '*+seb' in quotes; all heads by default.
-        json: print JSON instead of a table.
     """
 
     pattern: str | None = None
-    json: bool = False
 
 
 @dataclass(frozen=True)
@@ -207,7 +203,6 @@ def first_sentence(text: str) -> str:
 def run_models(config: Models) -> None:
     """``eigengrain models``."""
     from rich.columns import Columns
-    from rich.console import Console
 
     from eigengrain.models import list_backbones
     from eigengrain.runtime.display import progress_bar
@@ -215,30 +210,27 @@ def run_models(config: Models) -> None:
     names = list(COVERED) if config.pattern is None else matching(config.pattern, list_backbones())
     if not names:
         raise _no_backbone(str(config.pattern), list_backbones())
-    console = Console()
+    console = output.reading()
     if len(names) > MEASURED_UP_TO:
-        if config.json:
-            _print_json([{"name": name} for name in names])
-        else:
-            console.print(Columns(names, column_first=True, padding=(0, 2)), highlight=False)
-            console.print(f"{len(names)} names; {MEASURED_UP_TO} or fewer are shown with their sizes", style="dim")
+        console.print(Columns(names, column_first=True, padding=(0, 2)), highlight=False)
+        console.print(f"{len(names)} names; {MEASURED_UP_TO} or fewer are shown with their sizes", style="dim")
+        output.result([{"name": name} for name in names], names)
         return
-    bar = progress_bar(Console(stderr=True))  # it is no part of the answer
-    bar.disable = not bar.console.is_terminal
-    with bar as progress:
+    if output.current().quiet and not output.current().json:
+        output.result(None, names)  # the sizes would not be shown
+        return
+    with progress_bar() as progress:
         task = progress.add_task("measuring", total=len(names))
         rows: list[BackboneSizes | tuple[str, str]] = []
         for name in names:
             progress.update(task, description=name)
             rows.append(_sizes_or_reason(name))
             progress.advance(task)
-    if config.json:
-        _print_json([{"name": r[0], "problem": r[1]} if isinstance(r, tuple) else asdict(r) for r in rows])
-    else:
-        console.print(backbone_table([row for row in rows if isinstance(row, BackboneSizes)]))
-        for row in rows:
-            if isinstance(row, tuple):
-                console.print(row[1], soft_wrap=True, markup=False, highlight=False)
+    console.print(backbone_table([row for row in rows if isinstance(row, BackboneSizes)]))
+    for row in rows:
+        if isinstance(row, tuple):
+            console.print(row[1], soft_wrap=True, markup=False, highlight=False)
+    output.result([{"name": row[0], "problem": row[1]} if isinstance(row, tuple) else row for row in rows])
 
 
 def _sizes_or_reason(name: str) -> BackboneSizes | tuple[str, str]:
@@ -257,18 +249,14 @@ def _no_backbone(pattern: str, names: Sequence[str]) -> ValueError:
 
 def run_heads(config: Heads) -> None:
     """``eigengrain heads``."""
-    from rich.console import Console
-
     from eigengrain.heads import list_heads
 
     names = list_heads() if config.pattern is None else matching(config.pattern, list_heads())
     if not names:
         raise unknown_name("head", config.pattern, list_heads())
     rows = [head_sizes(name) for name in names]
-    if config.json:
-        _print_json([asdict(row) for row in rows])
-    else:
-        Console().print(head_table(rows))
+    output.reading().print(head_table(rows))
+    output.result(rows, names)
 
 
 def backbone_table(rows: Sequence[BackboneSizes]) -> "Table":
@@ -309,7 +297,3 @@ def _table(title: str, first: str) -> "Table":
 
 def _times(size: Sequence[int]) -> str:
     return " × ".join(map(str, size))
-
-
-def _print_json(rows: Sequence[dict[str, object]]) -> None:
-    print(json.dumps(rows, indent=2, ensure_ascii=False))

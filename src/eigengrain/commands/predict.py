@@ -2,6 +2,7 @@
 
 import csv
 import os
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,8 +11,9 @@ from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eigengrain.commands.checkpoint import fill
+from eigengrain.commands.checkpoint import fill, model_folder
 from eigengrain.data.files import SUFFIXES, images_below, printable
+from eigengrain.runtime import output
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,7 +31,8 @@ class Predict:
 
     Args:
         images: files, folders (searched to the bottom) and quoted patterns such as 'photos/**/*.jpg'.
-        checkpoint: a folder of save_pretrained, or a weights file together with --backbone, --head and --num_classes.
+        checkpoint: a folder of 'eigengrain train' or of save_pretrained, or a weights file together with
+            --backbone, --head and --num_classes.
         topk: classes that are named for each image, the likeliest first.
         out: the CSV file, one row an image.
         batch_size: images that go through the model together.
@@ -63,7 +66,9 @@ class Predict:
         if not self.images:
             raise ValueError("name the images: files, folders or patterns such as 'photos/*.jpg'")
         if not self.checkpoint:
-            raise ValueError("name the model with --checkpoint: a folder of save_pretrained, or a weights file")
+            raise ValueError(
+                "name the model with --checkpoint: a folder of 'eigengrain train' or of save_pretrained, or a weights file"
+            )
         for name, least in (("topk", 1), ("batch_size", 1), ("workers", 0), ("img_size", 1), ("num_classes", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
@@ -130,6 +135,7 @@ def open_model(config: Predict) -> "CovarianceNet":
     beside = path.parent / "config.json"
     if path.is_file() and config.backbone is None and path.name == "model.safetensors" and beside.is_file():
         path = path.parent  # the file that was named is a part of a folder that says the rest
+    path = model_folder(path)
     if path.is_dir():
         given = [f"--{name}" for name in ("backbone", "head", "last_stride") if getattr(config, name) is not None]
         given += ["--reduce"] if config.reduce != "auto" else []
@@ -340,9 +346,7 @@ def _shared_folder(paths: Sequence[str]) -> str:
 
 
 def run(config: Predict) -> int:
-    """``eigengrain predict``: 0 if at least one image was classified, 2 if none was."""
-    from rich.console import Console
-
+    """``eigengrain predict``: 0 if every image was classified, 1 if one could not be read."""
     paths, missing = find_images(config.images)
     if not paths:
         raise ValueError("; ".join(f"{printable(m.path)}: {m.problem}" for m in missing))
@@ -354,13 +358,11 @@ def run(config: Predict) -> int:
 
     out, device = writable(config.out), pick_device(config.device)
     model = open_model(config).to(device)
-    console = Console()
+    console = output.reading()
     done: list[Prediction] = []
     try:
         batches = classify(model, paths, config, device)
-        bar = progress_bar(Console(stderr=True))
-        bar.disable = not bar.console.is_terminal  # a log has no use for it
-        with bar as progress, warnings.catch_warnings():
+        with progress_bar() as progress, warnings.catch_warnings():
             # of a short rank: said in training, and no matter of these images
             warnings.filterwarnings("ignore", message="the covariance of")
             task = progress.add_task("images", total=len(paths))
@@ -385,8 +387,15 @@ def run(config: Predict) -> int:
         console.print(f"{images} classified{more}; written to {out}", soft_wrap=True, markup=False, highlight=False)
     failed = missing + [prediction for prediction in done if prediction.problem]
     if failed:
-        errors = Console(stderr=True, soft_wrap=True, markup=False, highlight=False)
-        errors.print(f"{len(failed)} could not be read:")
-        for prediction in failed:
-            errors.print(f"  {printable(prediction.path)}: {printable(prediction.problem)}")
-    return 0 if named else 2
+        said = [f"  {printable(prediction.path)}: {printable(prediction.problem)}" for prediction in failed]
+        print(f"{len(failed)} could not be read:", *said, sep="\n", file=sys.stderr)
+    output.result(
+        {"predictions": [_as_json(prediction) for prediction in (*done, *missing)], "file": out if named else None},
+        [f"{printable(prediction.path)}\t{printable(prediction.classes[0][0])}" for prediction in named],
+    )
+    return 1 if failed else 0
+
+
+def _as_json(prediction: Prediction) -> dict[str, object]:
+    classes = [{"class": name, "probability": p} for name, p in prediction.classes]
+    return {"path": printable(prediction.path), "classes": classes, "problem": prediction.problem or None}

@@ -2,6 +2,7 @@
 
 import sys
 
+from eigengrain.runtime import output
 from eigengrain.training.config import Train
 
 
@@ -17,5 +18,7 @@ def run(config: Train) -> int:
         return stop.exit_code
     if result is not None:
         scores = ", ".join(f"{name} {value:.2f}" for name, value in result.scores.items() if not name.endswith("loss"))
-        print(f"epoch {result.epoch} (select: {result.select}): {scores}; model: {result.model}")
+        said = f"epoch {result.epoch} (select: {result.select}): {scores}; model: {result.model}"
+        output.reading().print(said, soft_wrap=True, markup=False, highlight=False)
+        output.result(result, [result.model])
     return 0

@@ -3,22 +3,26 @@
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from eigengrain.runtime import output
 
 T = TypeVar("T")
 
 
 def tracked(items: Iterable[T], total: int, description: str, step: int = 1, show: bool = True) -> Iterator[T]:
-    """The items, with a bar on stderr that vanishes when they are done; nothing is shown where stderr is no terminal.
+    """The items, with a bar on stderr that vanishes when they are done.
+
+    Nothing is shown where stderr is no terminal, nor with ``--quiet``.
 
     Example:
         >>> list(tracked("ab", 2, "letters"))
         ['a', 'b']
     """
-    console = Console(stderr=True)
+    console = output.progress()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not (show and console.is_terminal)) as progress:
+    hidden = not show or console.quiet or not console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=hidden) as progress:
         task = progress.add_task(description, total=total)
         for item in items:
             yield item

@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from rich.console import Console
 from torch import Tensor
 
 from eigengrain.errors import unknown_name
@@ -494,7 +493,7 @@ def _warn(message: str) -> None:
 def _bar(description: str, steps: int, show: bool) -> Iterator[Callable[[], None]]:
     """A function that moves the bar by one step."""
     first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    bar = progress_bar(Console(stderr=True))
+    bar = progress_bar()
     bar.disable = bar.disable or not (show and first)
     with bar:
         task = bar.add_task(description, total=steps)

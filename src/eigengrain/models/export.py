@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 import eigengrain
+from eigengrain.errors import FailedError
 from eigengrain.heads import create_head, list_heads
 from eigengrain.models import onnx_file
 from eigengrain.models.backbone import ImageSize
@@ -401,7 +402,7 @@ def _relative_error(model: CovarianceNet, run: Callable[[Tensor], Tensor], image
         expected = _scores(reference, x).double()
         relative = (run(x).double() - expected).norm(dim=-1) / expected.norm(dim=-1)
         if not relative.max() <= TOLERANCE:  # NaN too
-            raise ValueError(
+            raise FailedError(
                 f"the exported scores differ from PyTorch's by {relative.max():.1e} on noise, more than {TOLERANCE:.0e}: "
                 "no file was written; check that the model's scores are finite, or write it all the same with verify=False"
             )

@@ -10,14 +10,14 @@ from eigengrain.models.model import CovarianceNet, Reduction
 from eigengrain.models.stride import StrideOn
 from eigengrain.models.weights import load_weights
 
-DEFAULT_HEAD = "mpncov+seb"
-DEFAULT_CLASSES = 1000
+#: of an argument that is None; the signature spells them out, as the reference shows it as it is written
+DEFAULT_HEAD, DEFAULT_CLASSES = "mpncov+seb", 1000
 
 
 def create_model(
     backbone: str,
-    head: str | None = DEFAULT_HEAD,
-    num_classes: int | None = DEFAULT_CLASSES,
+    head: str | None = "mpncov+seb",
+    num_classes: int | None = 1000,
     reduce: Reduction = "auto",
     last_stride: int | None = None,
     stride_on: StrideOn | None = "3x3",

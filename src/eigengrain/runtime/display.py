@@ -1,10 +1,15 @@
 """How long work shows itself on the terminal."""
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from eigengrain.runtime import output
 
-def progress_bar(console: Console) -> Progress:
-    """A bar with a description, a count and the time; it vanishes when the work is done."""
+
+def progress_bar() -> Progress:
+    """A bar on stderr with a description, a count and the time; it vanishes when the work is done.
+
+    Nothing is shown where stderr is no terminal, nor with ``--quiet``.
+    """
+    console = output.progress()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    return Progress(*columns, console=console, transient=True, disable=console.quiet or not console.is_terminal)

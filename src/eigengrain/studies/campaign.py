@@ -11,9 +11,10 @@ from rich.console import Console
 from eigengrain.data import open_dataset
 from eigengrain.data.catalogue import find_entry
 from eigengrain.errors import LayoutError
+from eigengrain.runtime import output
 from eigengrain.runtime.records import writable
 from eigengrain.studies.catalogue import STUDIES, find_study
-from eigengrain.studies.conclusions import conclude, show, write_page
+from eigengrain.studies.conclusions import Conclusion, conclude, show, write_page
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED_FOR, Speeds, cost
 from eigengrain.studies.jobs import is_missing, run_jobs
@@ -25,7 +26,7 @@ from eigengrain.training.interrupt import Interrupted
 
 def run(options: StudyRun) -> int:
     """A study, all of them, their list or a page about them; 0, or 130 and 143 after Ctrl-C and SIGTERM."""
-    console = Console()
+    console = output.reading()
     if options.name == "list":
         show_list(options, console)
         return 0
@@ -36,22 +37,30 @@ def run(options: StudyRun) -> int:
     else:
         writable(Path(options.out) / "records" / "any")
         setup = Setup(options, available=available(options, studies), deadline=_deadline(options))
-    conclusions = []
+    conclusions: list[Conclusion] = []
+    files: list[Path] = []
     try:
         for study in studies:
             here = replace(setup, seeds=study.seeds(options))
             if here.available is not None:
-                carry_out(study, here, console)
+                carry_out(study, here)
             conclusions.append(conclude(study, here))
             if options.name != "report":
-                show(conclusions[-1], here, console)
+                files += show(conclusions[-1], here, console)
     except Interrupted as stop:
         said = str(stop).removesuffix("; go on with --resume")
         print(f"eigengrain: {said}; the same command goes on from there", file=sys.stderr)
         return stop.exit_code
     if options.name in ("all", "report"):
-        console.print(f"report: {write_page(conclusions, setup)}", soft_wrap=True, highlight=False)
+        files.append(write_page(conclusions, setup))
+        console.print(f"report: {files[-1]}", soft_wrap=True, highlight=False)
+    output.result({"studies": [_as_json(each) for each in conclusions], "files": files}, files)
     return 0
+
+
+def _as_json(conclusion: Conclusion) -> dict[str, object]:
+    study, found, _ = conclusion
+    return {"name": study.name, "where": study.where, "title": study.title, "rows": found.rows, "notes": found.notes}
 
 
 def _deadline(options: StudyRun) -> float | None:
@@ -94,7 +103,7 @@ def _opens(name: str, root: str) -> bool:
     return True
 
 
-def carry_out(study: Study, setup: Setup, console: Console) -> None:
+def carry_out(study: Study, setup: Setup) -> None:
     """Train what has no record yet, stage by stage, until nothing is left or the time is over."""
     left = setup.seconds_left()
     if study.measure is not None and (left is None or left > 0):
@@ -121,7 +130,7 @@ def carry_out(study: Study, setup: Setup, console: Console) -> None:
         if any(is_missing(job, setup.record(job)) for job in jobs):
             break
     if todo:
-        console.print(f"{study.name}: stopped for lack of time; the same command goes on", markup=False)
+        output.progress().print(f"{study.name}: stopped for lack of time; the same command goes on", markup=False)
 
 
 def show_list(options: StudyRun, console: Console) -> None:
@@ -162,6 +171,8 @@ def show_list(options: StudyRun, console: Console) -> None:
         console.print(
             "Scale small trains few of the rows, on each data set that is found; --backbones and --heads name others."
         )
+    keys = ("name", "in_the_paper", "what", "on", "runs", "training")
+    output.result([dict(zip(keys, row, strict=True)) for row in rows], [row[0] for row in rows])
 
 
 def _duration(seconds: float) -> str:

@@ -66,8 +66,8 @@ def write_files(conclusion: Conclusion, setup: Setup) -> list[str]:
     return [f"{study.name}.csv", f"{study.name}.md", *([picture.name] if picture else [])]
 
 
-def show(conclusion: Conclusion, setup: Setup, console: Console) -> None:
-    """Write the files of a study and print its tables."""
+def show(conclusion: Conclusion, setup: Setup, console: Console) -> list[Path]:
+    """Write the files of a study and print its tables; the files."""
     names = write_files(conclusion, setup)
     console.rule(f"{conclusion.study.where}: {conclusion.study.title}")
     for data in conclusion.spoken:
@@ -78,6 +78,7 @@ def show(conclusion: Conclusion, setup: Setup, console: Console) -> None:
     for note in conclusion.notes:
         console.print(note, highlight=False, markup=False)
     console.print(f"written to {setup.out}: {', '.join(names)}", soft_wrap=True, highlight=False, markup=False)
+    return [setup.out / name for name in names]
 
 
 def markdown(conclusion: Conclusion, setup: Setup) -> str:

@@ -18,13 +18,13 @@ from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
-from rich.console import Console
 
 from eigengrain.data import build_transform, make_loader
 from eigengrain.errors import unknown_name
 from eigengrain.heads import list_heads
 from eigengrain.models import from_pretrained
 from eigengrain.recipes import load_recipe
+from eigengrain.runtime import output
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.records import writable, write_csv
 from eigengrain.studies import report
@@ -169,7 +169,8 @@ def comparison(rows: Sequence[Row]) -> report.TableData:
         lines.append([report.Cell(text) for text in cells])
     seeds = sorted({row["seed"] for row in rows})
     many = f"mean of {len(seeds)} seeds (lowest to highest)" if len(seeds) > 1 else f"one seed ({seeds[0]})"
-    return report.TableData(f"{rows[0]['epochs']} epochs, {many}", heads, lines)
+    epochs = rows[0]["epochs"]
+    return report.TableData(f"{epochs} epoch{'' if epochs == 1 else 's'}, {many}", heads, lines)
 
 
 def _by_head(runs: Sequence[Finished], what: Callable[[Finished], Any]) -> dict[str, list[Any]]:
@@ -266,12 +267,14 @@ def describe_page(
         curves, spectra = drawn
         parts += [
             report.Heading("Learning"),
-            curves,
+            report.Figure(curves, "Test accuracy, and test and training loss, after each epoch, a line a run"),
             report.Heading("Spectra"),
             "Eigenvalues λ₁ ≥ λ₂ ≥ … of the covariance of each test image's features, after training; the condition number "
             "κ is the largest over the smallest. Average pooling never sees this covariance: its spectrum is what a "
             "network makes when nothing asks for it.",
-            spectra,
+            report.Figure(
+                spectra, "By head, the mean spectrum of the test images and the spread of their condition numbers"
+            ),
         ]
     return [
         *parts,
@@ -292,7 +295,7 @@ def describe_page(
 def run(demo: Demo) -> int:
     """Train what is not trained yet, then compare; 0, or 130 and 143 after Ctrl-C and SIGTERM, with everything saved."""
     began = time.perf_counter()
-    folder, console = Path(demo.out), Console()
+    folder, console, progress = Path(demo.out), output.reading(), output.progress()
     html, table = writable(folder / "report.html"), writable(folder / "demo.csv")
     runs = plan(demo)
     prepare(runs, demo.fresh)
@@ -301,9 +304,9 @@ def run(demo: Demo) -> int:
         for number, config in enumerate(runs, start=1):
             name = f"{config.model.head}, seed {config.seed}   ({number} of {len(runs)})"
             if is_finished(config):
-                console.print(f"{name}   trained before", highlight=False, markup=False)
+                progress.print(f"{name}   trained before", highlight=False, markup=False)
                 continue
-            console.print(name, style="bold", highlight=False, markup=False)
+            progress.print(name, style="bold", highlight=False, markup=False)
             train(config, sources)
     except Interrupted as stop:
         said = str(stop).removesuffix("; go on with --resume")
@@ -327,4 +330,5 @@ def run(demo: Demo) -> int:
     console.print(
         f"report: {html}   next: {'   or   '.join(next_commands(demo))}", soft_wrap=True, highlight=False, markup=False
     )
+    output.result({"rows": rows, "environment": environment, "files": [table, *drawn, html]}, [html])
     return 0

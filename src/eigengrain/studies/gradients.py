@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from torch import Tensor
 
 from eigengrain.functional import GRADIENTS, sqrt_covariance
+from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe
 from eigengrain.runtime.records import writable, write_csv
@@ -175,8 +175,8 @@ def run(config: GradientTour) -> None:
     """``eigengrain bench gradients``."""
     folder = Path(config.out)
     csv_path, png_path, html_path = (writable(folder / name) for name in ("gradients.csv", "gradients.png", "report.html"))
-    console = Console()
-    with progress_bar(console) as progress:
+    console = output.reading()
+    with progress_bar() as progress:
         total = (len(CONDITION_NUMBERS) + 2) * 2 * len(RULES)
         task = progress.add_task("gradients", total=total)
         with _one_thread():
@@ -199,3 +199,4 @@ def run(config: GradientTour) -> None:
     for table in data:
         console.print(report.on_terminal(table), "")
     console.print(f"report: {html_path}   next: make test, eigengrain bench functional", soft_wrap=True, highlight=False)
+    output.result({"rows": rows, "environment": environment, "files": [csv_path, *pictures, html_path]}, [html_path])

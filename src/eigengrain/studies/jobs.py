@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from eigengrain.data.cache import Decoded
 from eigengrain.models import from_pretrained
+from eigengrain.runtime import output
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.studies.analyses import ANALYSES, Trained
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
@@ -117,7 +117,7 @@ def run_jobs(
     decoded = {} if decoded is None else decoded
     known = {job.name: read_record((folder / "records", *places), job) for job in jobs}
     todo = [job for job in jobs if is_missing(job, known[job.name])]
-    console = Console(stderr=True)
+    console = output.progress()
     for number, job in enumerate(todo, 1):
         begun = time.perf_counter()
         if seconds is not None and begun - start + longest > seconds:

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -19,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from eigengrain.data.randomness import derive
+from eigengrain.errors import FailedError
 from eigengrain.functional import solver_repairs
 from eigengrain.models import CovarianceNet, save_pretrained
 from eigengrain.runtime.display import progress_bar
@@ -49,7 +49,7 @@ LOOK_EVERY = 25
 OnStep = Callable[[int, int, float], object]
 
 
-class DivergedError(ValueError):
+class DivergedError(FailedError):
     """The loss is no longer a number."""
 
 
@@ -128,7 +128,6 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
     board = tensorboard(out, progress.epoch) if config.log == "tensorboard" and process.is_main else None
     look_every = 1 if process.device.type == "cpu" else LOOK_EVERY
-    console = Console(stderr=True)
 
     def save() -> None:
         states = process.gather(generator_states(process.device))
@@ -140,7 +139,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
         save()
         raise Interrupted(signal, f"in epoch {progress.epoch + 1} after batch {progress.batch} of {total}")
 
-    bar = progress_bar(console)
+    bar = progress_bar()
     bar.disable = bar.disable or not process.is_main
     with bar:
         task = bar.add_task("")
@@ -232,7 +231,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             run.schedule.step(epoch + 1, progress.best if watched is None else watched)
             if summary is not None:
                 summary.append(row)
-                console.print(_line(row, config.epochs), highlight=False, soft_wrap=True)
+                bar.console.print(_line(row, config.epochs), highlight=False, soft_wrap=True)
             if board is not None:
                 for name, value in row.items():
                     board.add_scalar(name, value, epoch + 1)

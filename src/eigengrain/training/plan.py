@@ -4,9 +4,9 @@ import time
 from typing import TYPE_CHECKING
 
 import torch
-from rich.console import Console
 from torch.nn.functional import cross_entropy
 
+from eigengrain.runtime import output
 from eigengrain.training.sources import to_device
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ def dry_run(run: "Run") -> None:
         f"estimate   {_duration(epoch)} an epoch, {_duration(epoch * config.epochs)} in all, from these two images: larger "
         "batches are faster on a GPU, and reading images and evaluation are not counted",
     ]
-    console = Console()
     for line in lines:
-        console.print(line, soft_wrap=True, markup=False, highlight=False)
+        output.reading().print(line, soft_wrap=True, markup=False, highlight=False)
+    output.result({"plan": {line[:11].strip(): line[11:] for line in lines}}, lines)
 
 
 def _duration(seconds: float) -> str:
