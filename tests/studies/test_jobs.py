@@ -1,11 +1,14 @@
 """Jobs of a study: done once, continued where they stopped, with analyses that see what was trained_runs."""
 
 import json
+import subprocess
+import sys
+from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
 
-from eigengrain.studies import jobs
+from eigengrain.studies import claims, jobs
 from eigengrain.studies.comparison import best_rate, final_jobs, job_name, rate_jobs
 from eigengrain.studies.jobs import Job, run_jobs
 from training.small_run import colours, small
@@ -32,6 +35,35 @@ def test_each_job_is_done_once(drawn, trained_runs, tmp_path):
     (tmp_path / "records" / "seed1.json").unlink()
     again = run_jobs(two(), tmp_path)
     assert again["seed1"]["analyses"] == first["seed1"]["analyses"]
+
+
+def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, monkeypatch):
+    """The other one holds the first job, and ends it while this one waits."""
+    other = run_jobs(two()[:1], tmp_path / "other")
+    trained_runs.clear()
+    with ExitStack() as stack:
+        assert stack.enter_context(claims.claimed(tmp_path, "seed0"))
+
+        def the_other_ends(seconds):
+            jobs.write_record(other["seed0"], tmp_path)
+            stack.close()
+
+        monkeypatch.setattr(jobs.time, "sleep", the_other_ends)
+        found = run_jobs(two(), tmp_path)
+    assert trained_runs == ["seed1"]
+    assert found["seed0"] == other["seed0"]
+
+
+def test_two_processes_share_a_study(tmp_path):
+    """Both come to the same end, and nothing is trained twice."""
+    words = [sys.executable, "-m", "eigengrain.cli", "study", "spectrum", "--scale", "smoke", "--out", str(tmp_path)]
+    words += ["--device", "cpu", "--datasets", "cub"]
+    both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    said = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0]
+    begun = [line for _, errors in said for line in errors.splitlines() if " of " in line and "run " in line]
+    assert len(begun) == len(list((tmp_path / "records").iterdir())) > 2
+    assert said[0][0] == said[1][0]
 
 
 def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_path):

@@ -7,7 +7,7 @@ alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, wh
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from eigengrain.models import from_pretrained
 from eigengrain.runtime import output
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.studies.analyses import ANALYSES, Trained
+from eigengrain.studies.claims import claimed
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import Process
@@ -27,6 +28,9 @@ from eigengrain.training.sources import Sources, make_loaders, open_sources
 from eigengrain.training.telemetry import read_summary
 
 Record = dict[str, Any]
+
+#: seconds between two looks at runs of other processes
+LOOK_AGAIN = 2.0
 
 #: options that say where things are on this machine
 _PLACES = {("data", "root"), ("model", "weights")}
@@ -97,6 +101,8 @@ def run_jobs(
     """Run the jobs that have no record yet, in order, and return the records of all that have one then.
 
     A job that was interrupted goes on from its checkpoint. Images that a cache on the device holds are decoded once.
+    Several processes may work on one folder, each with the same jobs: a job that another has begun is left to it, and its
+    record is waited for.
 
     Args:
         jobs: with names of their own.
@@ -115,21 +121,42 @@ def run_jobs(
         raise ValueError("two jobs of the study have the same name")
     start = time.perf_counter()
     decoded = {} if decoded is None else decoded
-    known = {job.name: read_record((folder / "records", *places), job) for job in jobs}
+    records = (folder / "records", *places)
+    known = {job.name: read_record(records, job) for job in jobs}
     todo = [job for job in jobs if is_missing(job, known[job.name])]
+    number, waits = len(todo), False
     console = output.progress()
-    for number, job in enumerate(todo, 1):
-        begun = time.perf_counter()
-        if seconds is not None and begun - start + longest > seconds:
-            console.print(f"stopped for lack of time with {len(todo) - number + 1} runs left: the same command goes on")
-            break
-        console.rule(f"run {number} of {len(todo)}: {job.name}")
-        record = run_job(job, folder, known[job.name], decoded)
-        known[job.name] = record
-        longest = max(longest, time.perf_counter() - begun)
-        if not keep_models:
-            shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
-        each(job, record)
+    while todo:
+        held = []
+        for job in todo:
+            begun = time.perf_counter()
+            if seconds is not None and begun - start + longest > seconds:
+                left = sum(is_missing(job, known[job.name]) for job in jobs)
+                console.print(f"stopped for lack of time with {left} runs left: the same command goes on")
+                return _found(known)
+            with claimed(folder, job.name) as mine:
+                if not mine:
+                    held.append(job)
+                    continue
+                known[job.name] = read_record(records, job)  # another process may have done it in the meantime
+                if not is_missing(job, known[job.name]):
+                    continue
+                console.rule(f"run {number - sum(is_missing(j, known[j.name]) for j in jobs) + 1} of {number}: {job.name}")
+                known[job.name] = record = run_job(job, folder, known[job.name], decoded)
+                longest = max(longest, time.perf_counter() - begun)
+                if not keep_models:
+                    shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
+                each(job, record)
+        if held and len(held) == len(todo):
+            if not waits:
+                console.print(f"waiting for {len(held)} runs of other processes")
+            waits = True
+            time.sleep(LOOK_AGAIN)
+        todo = held
+    return _found(known)
+
+
+def _found(known: Mapping[str, Record | None]) -> dict[str, Record]:
     return {name: record for name, record in known.items() if record is not None}
 
 
