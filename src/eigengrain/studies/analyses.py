@@ -71,17 +71,33 @@ def spectrum(trained: Trained) -> dict[str, Any]:
     }
 
 
+def paper_subsets(d: int) -> dict[str, str]:
+    """The subsets of Table 2 in the same proportions of d eigenvalues, each with the paper's name for it.
+
+    Example:
+        >>> list(paper_subsets(256).values()) == list(paper_subsets(256))
+        True
+        >>> paper_subsets(10)
+        {'all': 'all', 'top:8': 'top:206', 'top:1+last:2': 'top:1+last:50', 'top:1+last:1': 'top:1+last:40'}
+    """
+    last = small_part(d)
+    found = {"all": "all", f"top:{d - last}": "top:206", f"top:1+last:{last}": "top:1+last:50"}
+    for count in (40, 30):
+        if (ours := last * count // 50) > 0:
+            found.setdefault(f"top:1+last:{ours}", f"top:1+last:{count}")
+    return found
+
+
 def subsets_of(d: int) -> list[str]:
     """The subsets of Table 2, and what lies between them; for small d in the same proportions.
 
     Example:
-        >>> subsets_of(256)[:4]
-        ['all', 'top:206', 'top:1+last:50', 'last:50']
+        >>> subsets_of(256)[:6]
+        ['all', 'top:206', 'top:1+last:50', 'top:1+last:40', 'top:1+last:30', 'last:50']
     """
     last = small_part(d)
-    fewer = dict.fromkeys(f"top:1+last:{k}" for k in (4 * last // 5, 3 * last // 5) if k)
     top = [k for k in (128, 64, 32, 16, 8, 4, 2, 1) if k < d - last]
-    return ["all", f"top:{d - last}", f"top:1+last:{last}", f"last:{last}", *fewer, *(f"top:{k}" for k in top)]
+    return [*paper_subsets(d), f"last:{last}", *(f"top:{k}" for k in top)]
 
 
 def subset_accuracy(trained: Trained) -> dict[str, Any]:
@@ -91,11 +107,16 @@ def subset_accuracy(trained: Trained) -> dict[str, Any]:
     return {score.subset: {"top1": score.top1, "top5": score.top5, "loss": score.loss} for score in scores}
 
 
+def large_and_small(d: int) -> tuple[str, str]:
+    """The two subsets of Table 1."""
+    return f"top:{d - small_part(d)}", f"last:{small_part(d)}"
+
+
 def similarity(trained: Trained) -> dict[str, Any]:
     """Maps of the large and of the small eigenvalues beside those of all (Table 1), for both readings of a cut."""
     from eigengrain.explain.survey import image_batches, survey  # needs captum
 
-    _, large, _, small, *_ = subsets_of(trained.model.head.channels)
+    large, small = large_and_small(trained.model.head.channels)
     count = min(len(trained.images), SURVEYED)
     images = trained.images.subset([k * len(trained.images) // count for k in range(count)])
     rows: list[dict[str, Any]] = []

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengrain.studies.accuracy import NOT_RUN
-from eigengrain.studies.analyses import subsets_of
+from eigengrain.studies.analyses import large_and_small, paper_subsets, subsets_of
 from eigengrain.studies.jobs import Record
 from eigengrain.studies.published import (
     ENERGY_OF_LAST,
@@ -123,18 +123,16 @@ def _spectrum_row(
 def subset_findings(setup: Setup) -> Findings:
     """Accuracy with parts of the spectrum in inference; the paper's subsets first, then what lies between them."""
     names = subsets_of(setup.channels)
-    # the paper's subsets are of 256 eigenvalues; at another number the same places of the list stand for them
-    printed = {ours: TABLE_2.get(theirs) for ours, theirs in zip(names, subsets_of(256), strict=False)}
+    printed = {ours: TABLE_2[theirs] for ours, theirs in paper_subsets(setup.channels).items()}
     csv: list[dict[str, object]] = []
     tables: list[TableData] = []
     drawn: dict[str, dict[str, list[float]]] = {}
     for place, data in enumerate(FINE_GRAINED):
         rows = [row for row in subset_rows(setup) if row.data == data]
         found = {row.method: setup.analysis(row, "subset-accuracy") for row in rows}
-        order = sorted(names, key=lambda name: (printed[name] is None, names.index(name)))
         lines = []
-        for name in order:
-            number = printed[name]
+        for name in names:
+            number = printed.get(name)
             cells = [Cell(name), Cell(f"{number[place]:.1f}" if number else "–")]
             for method, analysis in found.items():
                 score = analysis[1].get(name) if analysis else None
@@ -157,18 +155,17 @@ def subset_findings(setup: Setup) -> Findings:
         heads = ["eigenvalues", "paper, MPN-COV", *(f"ours, {method}" for method in found)]
         tables.append(TableData(f"{data_title(setup, data)}, test accuracy in %, in inference only", heads, lines))
         if any(found.values()):
-            panel = {"paper, MPN-COV": [_or_nan(printed[n], place) for n in order]}
+            panel = {"paper, MPN-COV": [_or_nan(printed.get(n), place) for n in names]}
             for method, analysis in found.items():
                 if analysis:
-                    panel[f"ours, {method}"] = [analysis[1].get(n, {}).get("top1", float("nan")) for n in order]
+                    panel[f"ours, {method}"] = [analysis[1].get(n, {}).get("top1", float("nan")) for n in names]
             drawn[data_title(setup, data)] = panel
     notes = ["The first seed's network of each method; all eigenvalues were there in training. 'last:50' alone has no λ₁."]
 
     def draw(path: Path) -> None:
         from eigengrain.studies.study_plot import draw_subsets
 
-        order = sorted(names, key=lambda name: (printed[name] is None, names.index(name)))
-        draw_subsets(drawn, order, path)
+        draw_subsets(drawn, names, path)
 
     return Findings(csv, tables, notes, draw if drawn else None)
 
@@ -200,7 +197,7 @@ def similarity_tables(
     """
     found = setup.analysis(row, "similarity")
     measured: list[dict[str, Any]] = found[1]["rows"] if found else []
-    _, large, _, small, *_ = subsets_of(setup.channels)
+    large, small = large_and_small(setup.channels)
     csv: list[dict[str, object]] = []
     lines = []
     for (rule, part), numbers in printed.items():

@@ -17,7 +17,7 @@ from eigengrain.studies.settings import NETWORKS, SMOKE_CHANNELS, base, with_red
 from eigengrain.training.config import Train
 
 #: options of a record that a report, which may be made on another machine, need not share
-_ELSEWHERE = ("model.backbone", "model.weights", "model.pretrained", "model.stride_on")
+_ELSEWHERE = ("compile", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
 #: in the folder of a model
 WEIGHTS = "model.safetensors"
 #: seeds that a report looks for beside those that were asked for
