@@ -27,7 +27,7 @@ class Transforms:
     Tests always see the centre. The sizes are those of the default ``img_size`` of the kind and scale with it.
 
     Args:
-        kind: one of the rows above.
+        kind: how images are resized and cropped: as in the paper, in its scripts, for ImageNet, in timm, or not at all.
         img_size: side of the square that the network sees.
         resize: side before the crop; 8/7 of img_size by default, img_size itself for scripts.
         flip: whether half of the training images are mirrored.
