@@ -13,7 +13,7 @@ from eigengrain.commands.values import SHELLS, values_of
 from eigengrain.errors import unknown_name
 
 if TYPE_CHECKING:
-    from eigengrain.cli import Command
+    from eigengrain.commands.catalogue import Command
 
 #: options of every command: their names, whether a value follows, and what they mean
 _COMMON = (
@@ -44,7 +44,7 @@ class Completion:
 
 def run(config: Completion) -> None:
     """Print the script."""
-    from eigengrain.cli import COMMANDS, GROUPS, PROGRAM
+    from eigengrain.commands.catalogue import COMMANDS, GROUPS, PROGRAM
 
     write = fish if config.shell == "fish" else bash
     script = write(COMMANDS, GROUPS, PROGRAM)

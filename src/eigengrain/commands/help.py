@@ -9,7 +9,7 @@ from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.values import choices_of, values_of
 
 if TYPE_CHECKING:
-    from eigengrain.cli import Command
+    from eigengrain.commands.catalogue import Command
 
 #: where the text of an option starts, and the widest page
 COLUMN, WIDEST = 26, 120
@@ -99,7 +99,7 @@ def usage(command: "Command", program: str) -> str:
     """The line that says how a command is written.
 
     Example:
-        >>> from eigengrain.cli import COMMANDS
+        >>> from eigengrain.commands.catalogue import COMMANDS
         >>> usage(next(command for command in COMMANDS if command.name == "train"), "eigengrain")
         'eigengrain train [--recipe NAME] [options]'
     """
