@@ -45,7 +45,9 @@ class _Recording:
                 function(*self.inputs, **options)
             current.wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(device), torch.cuda.graph(self.graph, pool=_pool(device, current.cuda_stream)):
+            # other threads, such as one that pins the next batch, may go on while this one records
+            how = {"pool": _pool(device, current.cuda_stream), "capture_error_mode": "thread_local"}
+            with torch.cuda.device(device), torch.cuda.graph(self.graph, **how):
                 self.outputs = function(*self.inputs, **options)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
