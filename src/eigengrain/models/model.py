@@ -186,9 +186,10 @@ class CovarianceNet(nn.Module):
         positions, d = x.shape[-2] * x.shape[-1], self.head.channels
         if getattr(self.head, "rank_sensitive", False) and positions - 1 < d:
             self._rank_warned = True
+            stride = "" if self.config.get("last_stride") == 1 else "last_stride=1, "
             warnings.warn(
                 f"the covariance of {d} channels from {x.shape[-2]} × {x.shape[-1]} = {positions} positions has rank "
                 f"{positions - 1} at most, so its {d - positions + 1} smallest eigenvalues are 0 by construction: use "
-                f"last_stride=1, larger images, or reduce={max(positions - 1, 1)} or less",
+                f"{stride}larger images, or reduce={max(positions - 1, 1)} or less",
                 stacklevel=2,
             )
