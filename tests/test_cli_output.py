@@ -18,6 +18,8 @@ from PIL import Image
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain import cli
+from eigengrain.commands.listing import Heads
+from eigengrain.commands.options import options_of
 from eigengrain.commands.words import named
 from eigengrain.models import create_model, save_pretrained
 from eigengrain.runtime import output
@@ -139,7 +141,7 @@ def test_json_is_refused_where_there_is_no_result(capsys):
 
 
 def test_words_after_two_dashes_are_arguments():
-    [option] = cli.options_of(cli.Heads)
+    [option] = options_of(Heads)
     assert named(["--", "-q"], [option], {"pattern": "?"}).options == ["--pattern=-q"]
 
 
@@ -300,6 +302,8 @@ WAITING = """
 import sys, time, types
 from dataclasses import dataclass
 from eigengrain import cli
+from eigengrain.commands.listing import Heads
+from eigengrain.commands.options import options_of
 @dataclass(frozen=True)
 class NoOptions:
     pass

@@ -1,7 +1,9 @@
 """Checkpoints as commands read them. No torch here until one is opened."""
 
+import os
+from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
@@ -24,8 +26,97 @@ def model_folder(path: Path) -> Path:
     if not (path / ARGUMENTS).is_file():
         return path
     if not (path / "model").is_dir():
-        raise ValueError(f"the training in {str(path)!r} has not ended: finish it with 'eigengrain train --resume'")
+        raise ValueError(
+            f"the training in {str(path)!r} has not ended: finish it with 'eigengrain train --config {path / ARGUMENTS} --resume'"
+        )
     return path / "model"
+
+
+class NamesAModel(Protocol):
+    """Options that name a model: a checkpoint, and what a weights file alone does not say."""
+
+    @property
+    def checkpoint(self) -> str: ...
+    @property
+    def backbone(self) -> str | None: ...
+    @property
+    def head(self) -> str | None: ...
+    @property
+    def num_classes(self) -> int | None: ...
+    @property
+    def reduce(self) -> int | Literal["auto"] | None: ...
+    @property
+    def last_stride(self) -> int | None: ...
+
+
+#: options that say what is in a weights file, and what they are when not given
+_OF_WEIGHTS = {"backbone": None, "head": None, "reduce": "auto", "last_stride": None}
+
+
+def open_model(options: NamesAModel, img_size: int | None = None) -> "CovarianceNet":
+    """The model of a checkpoint.
+
+    Args:
+        options: of a command.
+        img_size: side of the images, for a weights file of a network that is built for one size.
+
+    Raises:
+        ValueError: if there is no model, a part of it is missing, or the options do not fit it.
+    """
+    from eigengrain.models import from_pretrained
+
+    path = Path(options.checkpoint)
+    if not path.exists():
+        give = near(options.checkpoint) or ": give a folder of 'eigengrain train' or of save_pretrained, or a weights file"
+        raise ValueError(f"there is no checkpoint {options.checkpoint!r}{give}")
+    if path.name == "model.safetensors" and options.backbone is None and (path.parent / "config.json").is_file():
+        path = path.parent  # the file that was named is a part of a folder that says the rest
+    path = model_folder(path)
+    if path.is_file():
+        return _from_weights(path, options, img_size)
+    given = [f"--{name}" for name, default in _OF_WEIGHTS.items() if getattr(options, name) != default]
+    if given:
+        raise ValueError(f"{', '.join(given)} is for a weights file: the folder {str(path)!r} says what its model is")
+    if not (path / "config.json").is_file():
+        inner = sorted(str(file.parent) for file in path.glob("*/config.json"))[:3]
+        hint = f": did you mean {' or '.join(map(repr, inner))}?" if inner else ""
+        raise ValueError(f"{str(path)!r} is not a folder of save_pretrained: it has no config.json{hint}")
+    model = from_pretrained(path)
+    if options.num_classes not in (None, model.num_classes):
+        raise ValueError(
+            f"the model has {model.num_classes} classes, --num_classes says {options.num_classes}: leave it out"
+        )
+    return model
+
+
+def _from_weights(path: Path, options: NamesAModel, img_size: int | None) -> "CovarianceNet":
+    """A model by its names, filled from a file."""
+    import torch
+
+    from eigengrain.models import create_model
+
+    missing = [f"--{name}" for name in ("backbone", "head", "num_classes") if getattr(options, name) is None]
+    if options.backbone is None or missing:
+        raise ValueError(
+            f"{str(path)!r} is a weights file, which does not say its model: give {', '.join(missing)} too, or the folder "
+            "that save_pretrained wrote"
+        )
+    names = ("head", "num_classes", "reduce", "last_stride")
+    arguments: dict[str, Any] = {name: getattr(options, name) for name in names}
+    if img_size is not None:
+        with torch.device("meta"):  # only networks that are built for one size take img_size
+            built_for = create_model(options.backbone, **arguments).config["img_size"]
+        arguments["img_size"] = img_size if built_for else None
+    return fill(create_model(options.backbone, **arguments), path)
+
+
+def near(place: str) -> str:
+    """A question about files whose names are near one that is not there, or nothing."""
+    parent, name = os.path.split(place.rstrip(os.sep))
+    folder = parent or "."
+    beside = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
+    found = [repr(os.path.join(parent, other)) for other in get_close_matches(name, beside, n=2)]
+    return f": did you mean {' or '.join(found)}?" if found else ""
 
 
 def fill(model: "CovarianceNet", path: Path) -> "CovarianceNet":

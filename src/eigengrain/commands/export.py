@@ -2,16 +2,10 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
-from eigengrain.commands.checkpoint import fill, model_folder
+from eigengrain.commands.checkpoint import open_model
 from eigengrain.runtime import output
-
-if TYPE_CHECKING:
-    from eigengrain.models import CovarianceNet
-
-#: options that say what is in a weights file, and what they are when not given
-_OF_WEIGHTS = {"backbone": None, "head": None, "num_classes": None, "reduce": "auto", "last_stride": None}
 
 
 @dataclass(frozen=True)
@@ -73,44 +67,6 @@ class Export:
             return Path(self.out)
         path = Path(self.checkpoint).resolve()
         return Path(f"{path.name if path.is_dir() else path.stem}.{self.format}")
-
-
-def open_model(config: Export) -> "CovarianceNet":
-    """The model of a checkpoint.
-
-    Raises:
-        ValueError: if there is none, or a weights file and the options do not make a whole one.
-    """
-    from eigengrain.models import from_pretrained
-
-    path = Path(config.checkpoint)
-    if not path.exists():
-        raise ValueError(
-            f"there is no checkpoint {config.checkpoint!r}: give a folder of save_pretrained or a weights file"
-        )
-    if path.name == "model.safetensors" and config.backbone is None and (path.parent / "config.json").is_file():
-        path = path.parent  # the file that was named is a part of a folder that says the rest
-    path = model_folder(path)
-    if path.is_file():
-        return _from_weights(path, config)
-    given = [f"--{name}" for name, default in _OF_WEIGHTS.items() if getattr(config, name) != default]
-    if given:
-        raise ValueError(f"{', '.join(given)} is for a weights file: the folder {str(path)!r} says what its model is")
-    return from_pretrained(path)
-
-
-def _from_weights(path: Path, config: Export) -> "CovarianceNet":
-    """A model by its names, filled from a file to the last parameter: an untrained part would be exported as well."""
-    from eigengrain.models import create_model
-
-    missing = [f"--{name}" for name in ("backbone", "head", "num_classes") if getattr(config, name) is None]
-    if config.backbone is None or missing:
-        raise ValueError(
-            f"{str(path)!r} is a weights file, which does not say its model: give {', '.join(missing)} too, or the folder "
-            "that save_pretrained wrote"
-        )
-    model = create_model(config.backbone, config.head, config.num_classes, config.reduce, config.last_stride)
-    return fill(model, path)
 
 
 def run(config: Export) -> None:

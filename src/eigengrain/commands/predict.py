@@ -6,12 +6,12 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from glob import glob, has_magic
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eigengrain.commands.checkpoint import fill, model_folder
+from eigengrain.commands import checkpoint
+from eigengrain.commands.checkpoint import near
 from eigengrain.data.files import SUFFIXES, images_below, printable
 from eigengrain.runtime import output
 
@@ -109,77 +109,19 @@ def _why_nothing(place: str) -> str:
         return f"no images in this folder (files named {', '.join(SUFFIXES[:7])}, …)"
     if has_magic(place):
         return "no file matches this pattern"
-    return f"there is no such file or folder{_near(place)}"
-
-
-def _near(path: str) -> str:
-    """Names beside a missing one that its writer may have meant."""
-    parent, name = os.path.split(path.rstrip(os.sep))
-    folder = parent or "."
-    beside = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
-    near = [repr(os.path.join(parent, n)) for n in get_close_matches(name, beside, n=2)]
-    return f": did you mean {' or '.join(near)}?" if near else ""
+    return f"there is no such file or folder{near(place)}"
 
 
 def open_model(config: Predict) -> "CovarianceNet":
     """The model of a checkpoint, with class names, in evaluation mode.
 
     Raises:
-        ValueError: if there is no model, a part of it is missing, or its classes are not as many as was said.
+        ValueError: if there is no model, a part of it is missing, or it cannot name what images show.
     """
-    from eigengrain.models import from_pretrained
-
-    path = Path(config.checkpoint)
-    if not path.exists():
-        raise ValueError(f"there is no checkpoint {config.checkpoint!r}{_near(config.checkpoint)}")
-    beside = path.parent / "config.json"
-    if path.is_file() and config.backbone is None and path.name == "model.safetensors" and beside.is_file():
-        path = path.parent  # the file that was named is a part of a folder that says the rest
-    path = model_folder(path)
-    if path.is_dir():
-        given = [f"--{name}" for name in ("backbone", "head", "last_stride") if getattr(config, name) is not None]
-        given += ["--reduce"] if config.reduce != "auto" else []
-        if given:
-            raise ValueError(f"{', '.join(given)} is for a weights file: the folder {str(path)!r} says what its model is")
-        if not (path / "config.json").is_file():
-            inner = sorted(str(file.parent) for file in path.glob("*/config.json"))[:3]
-            hint = f": did you mean {' or '.join(map(repr, inner))}?" if inner else ""
-            raise ValueError(f"{str(path)!r} is not a folder of save_pretrained: it has no config.json{hint}")
-        model = from_pretrained(path)
-    else:
-        model = _from_weights(path, config)
-    if config.num_classes is not None and model.num_classes != config.num_classes:
-        raise ValueError(
-            f"the model has {model.num_classes} classes, --num_classes says {config.num_classes}: leave it out"
-        )
+    model = checkpoint.open_model(config, config.img_size)
     _check_use(model, config)
     model.class_names = _names(model, config.class_names)
     return model.eval()
-
-
-def _from_weights(path: Path, config: Predict) -> "CovarianceNet":
-    """A model by its names, filled from a file; what stays untrained would make noise of every answer, so it is refused."""
-    import torch
-
-    from eigengrain.models import create_model
-
-    if config.backbone is None or config.num_classes is None:
-        raise ValueError(
-            f"{str(path)!r} is a weights file, which does not say its model: give --backbone, --head and --num_classes, or "
-            "the folder that save_pretrained wrote"
-        )
-    options: dict[str, Any] = {
-        "head": config.head,
-        "num_classes": config.num_classes,
-        "reduce": config.reduce,
-        "last_stride": config.last_stride,
-    }
-    if config.img_size is not None:
-        with torch.device("meta"):  # only networks that are built for one size take img_size
-            built_for = create_model(config.backbone, **options).config["img_size"]
-        options["img_size"] = config.img_size if built_for else None
-    model = create_model(config.backbone, **options)
-    return fill(model, path)
 
 
 def _check_use(model: "CovarianceNet", config: Predict) -> None:
