@@ -37,6 +37,7 @@ bench: $(STAMP)
 # the pages, in site/index.html; a warning is an error
 docs: $(VENV)/.docs-installed
 	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+	@rm -rf jupyter_execute  # where the notebooks' pictures were before they came to site/
 	@echo "site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP) requirements/docs.txt

@@ -95,6 +95,23 @@ def test_quiet_leaves_the_result(capsys):
     assert told == []
 
 
+def test_a_warning_of_ours_is_one_line(capsys, monkeypatch):
+    ours, of_others, usual = str(Path(output.__file__)), "/elsewhere/module.py", []
+    monkeypatch.setattr(warnings, "showwarning", lambda *arguments: usual.append(arguments[2:4]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        with output.mode():
+            warnings.warn_explicit("few positions", UserWarning, ours, 1)
+            warnings.warn_explicit("from elsewhere", UserWarning, of_others, 7)
+        assert capsys.readouterr().err == "eigengrain: note: few positions\n"
+        assert usual == [(of_others, 7)]
+        with output.mode(quiet=True):
+            warnings.warn_explicit("few positions", UserWarning, ours, 2)
+        warnings.warn_explicit("after the command", UserWarning, ours, 3)
+    assert capsys.readouterr().err == ""
+    assert usual == [(of_others, 7), (ours, 3)]
+
+
 def test_bars_are_on_stderr_of_a_terminal_and_not_in_quiet(monkeypatch):
     assert progress_bar().disable  # stderr is caught here
     monkeypatch.setenv("FORCE_COLOR", "1")  # rich takes it for a terminal

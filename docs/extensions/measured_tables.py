@@ -31,10 +31,16 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], literal: Sequence
         row = nodes.row()
         for number, text in enumerate(cells):
             code = place is body and number in literal and text
-            content = nodes.literal(text, text) if code else nodes.Text(text)
-            row += nodes.entry("", nodes.paragraph("", "", content))
+            content = [nodes.literal(text, text)] if code else _with_options(text)
+            row += nodes.entry("", nodes.paragraph("", "", *content))
         place += row
     return nodes.table("", group)
+
+
+def _with_options(text: str) -> list[nodes.Node]:
+    """Text in which options of the command line, with their values, are set as code: their two dashes stay two."""
+    parts = re.split(r"(--\w[\w.]*(?: (?!--)[^\s,;]+)?)", text)
+    return [nodes.literal(part, part) if part.startswith("--") else nodes.Text(part) for part in parts if part]
 
 
 def rounded(text: str) -> str:
@@ -79,8 +85,10 @@ class Recipes(SphinxDirective):
         for name in list_recipes():
             text = Path(recipe_path(name)).read_text(encoding="utf-8")
             self.env.note_dependency(recipe_path(name))
-            result = re.search(r"^# result: +(.*)$", text, re.MULTILINE)
-            rows.append([name, text.partition("\n")[0].lstrip("# "), result[1] if result else ""])
+            # it may go on in the next lines, which begin further in
+            result = re.search(r"^# result: +(.*(?:\n#  +.*)*)$", text, re.MULTILINE)
+            said = re.sub(r"\n# +", " ", result[1]) if result else ""
+            rows.append([name, text.partition("\n")[0].lstrip("# "), said])
         return [table(["recipe", "what it trains", "result"], rows, literal=[0])]
 
 

@@ -214,3 +214,9 @@ def test_threads_are_told(monkeypatch):
     facts = doctor.thread_facts()
     assert facts["OMP_NUM_THREADS"] == "3"
     assert 1 <= facts["cores"] <= os.cpu_count()
+
+
+def test_a_package_of_several_extras_is_listed_once():
+    names = [name for name, _ in doctor.package_rows()]
+    assert "captum" in names
+    assert len(names) == len(set(names))

@@ -1,5 +1,6 @@
 """Batches: the same for any number of workers and ranks, resumed without opening what is skipped, made on the device."""
 
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +54,15 @@ def test_workers_change_nothing(files, kind, options):
     iter(helped).__next__()  # an epoch that is broken off leaves nothing behind
     helped.set_epoch(0)
     assert same(epochs[0], helped)
+
+
+def test_no_more_workers_than_cores(files, monkeypatch):
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0}, raising=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of more workers than cores
+        loader = make_loader(images(files), 4, train=False, workers=9)
+        assert sum(len(labels) for _, labels in loader) == len(loader.dataset)
+    assert loader._batches._loader.num_workers == 1
 
 
 def test_loading_leaves_the_models_generator_alone(files):

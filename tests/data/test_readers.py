@@ -220,6 +220,11 @@ def test_folder_names_of_the_test_images(folder):
     shutil.rmtree(folder / "val")
     with pytest.raises(ValueError, match=r"test/ is missing, and there is no split.csv"):
         open_dataset("folder", folder)
+    shutil.rmtree(folder / "train")
+    with pytest.raises(ValueError, match=r"train/ and test/ are missing, and there is no split.csv"):
+        open_dataset("folder", folder)
+    with pytest.raises(ValueError, match=r"no folder was named for .*\('folder'\): give the folder.*\nexpected:"):
+        open_dataset("folder")
 
 
 def test_folder_with_a_split_file(folder):

@@ -153,6 +153,10 @@ def test_images_of_another_shape_are_refused():
     for shape in ((3, 224, 224), (1, 1, 224, 224)):
         with pytest.raises(ValueError, match=r"expects images \(B, 3, H, W\), got"):
             model(torch.empty(shape, device="meta"))
+    with pytest.raises(ValueError, match=r"floating point, got torch.uint8: divide by 255"):
+        model(torch.empty(1, 3, 224, 224, device="meta", dtype=torch.uint8))
+    with pytest.raises(ValueError, match=r"a tensor of images \(B, 3, H, W\), got list"):
+        model([[1.0]])
     assert on_meta("resnet18", in_chans=1)(torch.empty(2, 1, 64, 64, device="meta")).shape == (2, 3)
 
 
@@ -174,10 +178,24 @@ def test_unknown_names_get_near_matches_in_one_line():
         create_model("resnet18", head="gap", depth_of_field=3)
     with pytest.raises(ValueError, match="unexpected keyword argument 'depth_of_field'"):
         create_model("tv:alexnet", head="gap", depth_of_field=3)
+    with pytest.raises(ValueError, match="no argument 'num_clases': did you mean 'num_classes'"):
+        create_model("resnet18", head="gap", num_clases=3)
     with pytest.raises(ValueError, match="nosuchtag"):
         create_model("resnet18.nosuchtag", head="gap")
     assert {"resnet50", "tv:alexnet"} <= set(list_backbones())
     assert list_backbones("tv:alex*") == ["tv:alexnet"]
+
+
+@pytest.mark.parametrize("name", ["resnet18.a1_in1k", "tv:resnet18"])
+def test_weights_out_of_reach_are_said_in_one_line(monkeypatch, name):
+    def fails(*_, **__):
+        raise FileNotFoundError("no such host. Please look\nelsewhere")
+
+    monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fails)
+    monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fails)
+    with pytest.raises(ValueError, match=r"downloaded or read \(no such host\): .*weights=FILE") as error:
+        create_model(name, head="gap", pretrained=True)
+    assert "\n" not in str(error.value)
 
 
 def test_networks_without_a_map_are_refused():
@@ -241,6 +259,11 @@ def test_rank_warning_once_with_the_remedy():
         assert math.prod(enough.forward_features(torch.randn(1, 3, 64, 64)).shape[2:]) - 1 == 3
         enough(torch.randn(1, 3, 64, 64))
         create_model("resnet18", head="gap", num_classes=2).eval()(torch.randn(1, 3, 64, 64))
+    # a remedy that the network has: patches of one size have no last stride
+    patches = create_model("vit_tiny_patch16_224", head="mpncov", num_classes=2, reduce=4, img_size=32).eval()
+    with pytest.warns(UserWarning, match=r"so its smallest eigenvalue is 0 by construction: use larger images, or") as said:
+        patches(torch.randn(1, 3, 32, 32))
+    assert "last_stride" not in str(said[0].message)
 
 
 def test_torchvision_guard_only_declares_what_is_missing():

@@ -305,6 +305,9 @@ def test_folders_that_do_not_fit(tmp_path):
         save_pretrained(model, tmp_path / "m", class_names=["a", "b", "c"])
     with pytest.raises(ValueError, match=r"config\.json is missing or not as expected"):
         from_pretrained(tmp_path / "m")
+    save_pretrained(model, tmp_path / "run" / "model")
+    with pytest.raises(ValueError, match=r"config\.json is missing .*did you mean '.*run.model'"):
+        from_pretrained(tmp_path / "run")  # the folder of a training
     save_pretrained(model, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architecture"] == "resnet26"

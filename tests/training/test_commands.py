@@ -122,6 +122,7 @@ def test_evaluate_subsets_flips_and_classes_of_a_plain_model(trained, tmp_path, 
     ("more", "said"),
     [
         (["--checkpoint", "none"], "there is no folder 'none'"),
+        (["--checkpoint", "RUN/.."], "is no folder of 'eigengrain train' or of save_pretrained: did you mean "),
         ([], "name the model: eigengrain evaluate CHECKPOINT"),
         (["--checkpoint", "RUN", "--split", "tset"], "unknown --split 'tset': did you mean 'test'"),
         (["--checkpoint", "RUN", "--subset", "topp:3"], "cannot read eigenvalue subset 'topp:3'"),

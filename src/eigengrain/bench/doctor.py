@@ -81,7 +81,8 @@ def package_rows() -> list[tuple[str, str]]:
         return [*rows, ("extras", "unknown: eigengrain is not installed as a package, pip install -e .")]
     for extra, packages in optional.items():
         for package in packages:
-            rows.append((package, installed(package) or f"missing: pip install 'eigengrain[{extra}]'"))
+            if package not in dict(rows):  # several extras may share one
+                rows.append((package, installed(package) or f"missing: pip install 'eigengrain[{extra}]'"))
     return rows
 
 
@@ -103,7 +104,8 @@ def backend_on(device: torch.device) -> str:
 def device_rows() -> list[tuple[str, str, str]]:
     """(device, what it is, eigensolver)."""
     cpu = torch.device("cpu")
-    rows = [("cpu", f"{cpu_name()}, {torch.get_num_threads()} threads", backend_on(cpu))]
+    threads = torch.get_num_threads()
+    rows = [("cpu", f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}", backend_on(cpu))]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30

@@ -27,7 +27,8 @@ def model_folder(path: Path) -> Path:
         return path
     if not (path / "model").is_dir():
         raise ValueError(
-            f"the training in {str(path)!r} has not ended: finish it with 'eigengrain train --config {path / ARGUMENTS} --resume'"
+            f"the training in {str(path)!r} has not ended: finish it with "
+            f"'eigengrain train --config {path / ARGUMENTS} --resume'"
         )
     return path / "model"
 

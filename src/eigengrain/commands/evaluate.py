@@ -34,7 +34,7 @@ class Evaluate:
         kind: transforms, see 'eigengrain train --help'; those of the training by default.
         img_size: side of the images; as the checkpoint says by default.
         batch_size: images that go through the model together, over all processes.
-        workers: processes that read images.
+        workers: processes that read images, at most one for each core.
         amp: precision of the backbone: none, bf16 or fp16.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
         out: the CSV file with one row a subset; evaluation.csv in the folder of the checkpoint by default.
@@ -168,6 +168,10 @@ def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
         raise ValueError(f"there is no folder {checkpoint!r}: name one of 'eigengrain train' or of save_pretrained")
     arguments, folder = path / ARGUMENTS, model_folder(path)
     if not arguments.is_file():
+        if not (folder / "config.json").is_file():
+            inside = sorted(repr(str(found.parent)) for found in path.glob(f"*/{ARGUMENTS}"))
+            hint = f"did you mean {' or '.join(inside[:3])}?" if inside else "name one of them"
+            raise ValueError(f"{checkpoint!r} is no folder of 'eigengrain train' or of save_pretrained: {hint}")
         return folder, None
     try:
         values: Any = yaml.safe_load(arguments.read_text(encoding="utf-8"))

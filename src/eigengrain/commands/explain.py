@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
 
 SPLITS = ("train", "val", "test")
+RULES = ("vanilla", "deconv", "guided")
 CUTS = ("exact", "projector")
 SCALES = ("row", "each")
 DIRECTIONS = ("large", "small")
@@ -72,7 +73,7 @@ class Explain:
         toward: large, small, or both.
         perturb_lr: rate of these steps, in normalised pixels.
         batch_size: images that go through the model together, over all processes.
-        workers: processes that read images.
+        workers: processes that read images, at most one for each core.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
         out: folder for panels (PNG), measures (CSV) and the page (HTML).
     """
@@ -86,7 +87,7 @@ class Explain:
     count: int = 12
     measure_count: int | Literal["all"] = 100
     seed: int = 0
-    rules: list[str] = field(default_factory=lambda: ["vanilla", "deconv", "guided"])
+    rules: list[str] = field(default_factory=lambda: list(RULES))
     subsets: list[str] = field(default_factory=list)
     split_at: int | None = None
     cut: str = "exact"
@@ -124,6 +125,9 @@ class Explain:
             raise ValueError("the classes of --images are not known: use --target predicted, a class, or norm")
         if not self.rules:
             raise ValueError("--rules is empty: name some of vanilla, deconv, guided")
+        for rule in self.rules:
+            if rule not in RULES:
+                raise unknown_name("rule", rule, RULES)
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -95,7 +95,7 @@ class DeviceCache(Batches):
             _flat,
             batch_size=_TOGETHER,
             sampler=wanted,
-            num_workers=workers,
+            workers=workers,
             generator=torch.Generator(),
         )
         title = f"decoding {self.dataset.name} ({self.dataset.split}) to {self.device}"

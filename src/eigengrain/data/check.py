@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.progress import tracked
+from eigengrain.data.workers import at_most_one_per_core
 
 #: images that a worker looks at before it reports
 _TOGETHER = 8
@@ -68,7 +69,7 @@ def find_problems(
         looked_at = DataLoader(
             _Looked(dataset, duplicates),
             batch_size=_TOGETHER,
-            num_workers=workers,
+            num_workers=at_most_one_per_core(workers),
             collate_fn=list,
             generator=torch.Generator(),
         )

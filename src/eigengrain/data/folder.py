@@ -7,7 +7,7 @@ from eigengrain import _torchvision  # noqa: F401
 from eigengrain.data.catalogue import Entry, find_entry
 from eigengrain.data.files import is_image_name
 from eigengrain.data.imageset import ImageSet
-from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error
+from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error, missing_text
 
 #: what the folder of the test images may be called
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -51,7 +51,7 @@ def open_folder(root: str | Path, split: str, split_file: str | Path | None = No
     test = next((name for name in TEST_FOLDERS if (root / name).is_dir()), None)
     lacking = [name for name, there in (("train/", (root / "train").is_dir()), ("test/", test is not None)) if not there]
     if test is None or lacking:
-        raise layout_error(entry, root, f"{' and '.join(lacking)} is missing, and there is no split.csv")
+        raise layout_error(entry, root, f"{missing_text(lacking)}, and there is no split.csv")
     return _open_pair(entry, root, split, test)
 
 

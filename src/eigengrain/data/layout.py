@@ -14,8 +14,8 @@ from eigengrain.errors import LayoutError
 SHOWN = 8
 
 
-def layout_error(entry: Entry, root: Path, problem: str) -> LayoutError:
-    """The error for a folder that does not hold the data set: the expected layout beside what was found.
+def layout_error(entry: Entry, root: Path | None, problem: str) -> LayoutError:
+    """The error for a folder that does not hold the data set, or for none: the expected layout beside what was found.
 
     Example:
         >>> from eigengrain.data.catalogue import find_entry
@@ -29,6 +29,8 @@ def layout_error(entry: Entry, root: Path, problem: str) -> LayoutError:
     width = max((len(what) for what, _ in entry.layout), default=0)
     expected = "\n".join(f"  {what:{width}}  {meaning}" for what, meaning in entry.layout)
     title = entry.title.split(": ")[-1]
+    if root is None:
+        return LayoutError(f"no folder was named for {title} ({entry.name!r}): {problem}\nexpected:\n{expected}")
     return LayoutError(
         f"{root} cannot be read as {title} ({entry.name!r}): {problem}\nexpected:\n{expected}\nfound: {_found(root)}"
     )
@@ -61,7 +63,17 @@ def find_root(entry: Entry, root: str | Path, *needed: str) -> Path:
             return folder
     # the data set's own folder says more about what is missing than the one above it
     nearest = min(lacking, key=lambda folder: (len(lacking[folder]), folder == root))
-    raise layout_error(entry, nearest, f"{' and '.join(lacking[nearest])} is missing")
+    raise layout_error(entry, nearest, missing_text(lacking[nearest]))
+
+
+def missing_text(names: Sequence[str]) -> str:
+    """Says that files or folders are missing.
+
+    Example:
+        >>> missing_text(["train/"]), missing_text(["train/", "test/"])
+        ('train/ is missing', 'train/ and test/ are missing')
+    """
+    return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing"
 
 
 def rows(entry: Entry, file: Path, columns: int) -> Iterator[list[str]]:

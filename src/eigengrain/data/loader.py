@@ -177,7 +177,7 @@ class Loader(Batches):
             _OfEpoch(dataset),
             stack,
             batch_sampler=_Numbered(order),
-            num_workers=workers,
+            workers=workers,
             pin_memory=pin_memory,
             persistent_workers=workers > 0,
             # its own, so that starting an epoch draws nothing from the generator that the model uses
@@ -206,7 +206,7 @@ def make_loader(
         dataset: with a transform that makes tensors of one size.
         batch_size: samples of a batch, over all ranks together.
         train: whether to shuffle.
-        workers: processes that read images; 0 reads them in this one.
+        workers: processes that read images, at most one for each core; 0 reads them in this one.
         seed: of the order and of the augmentation.
         rank: of this process.
         world_size: how many processes there are.

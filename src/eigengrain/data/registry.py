@@ -35,7 +35,7 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
         if root is not None:
             raise ValueError(f"{name} is drawn, not read: leave the folder {str(root)!r} out")
     elif root is None:
-        raise layout_error(entry, Path("nothing"), "give the folder that holds it")
+        raise layout_error(entry, None, "give the folder that holds it, --data.root of 'eigengrain train'")
     module, function = entry.reader.split(":")
     reader = getattr(import_module(module), function)
     _check_options(name, reader, options)

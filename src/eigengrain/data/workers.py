@@ -1,11 +1,25 @@
 """Work in other processes that speaks as if it were done in this one."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
 from eigengrain.data.decode import ImageError
+
+
+def at_most_one_per_core(asked: int) -> int:
+    """The number of processes to start: what was asked for, but no more than this process may use cores.
+
+    More would not read faster, and torch warns of them in a page of text. The batches are the same for any number.
+
+    Example:
+        >>> at_most_one_per_core(0), at_most_one_per_core(1), at_most_one_per_core(10_000) < 10_000
+        (0, 1, True)
+    """
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return min(asked, allowed or 1)
 
 
 class Workers:
@@ -17,11 +31,13 @@ class Workers:
     Args:
         dataset: of samples.
         collate: samples to a batch.
+        workers: processes, at most one for each core.
         options: of the DataLoader.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Sequence[Any]], Any], **options: Any):
-        self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), collate_fn=_Collate(collate), **options)
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[Sequence[Any]], Any], *, workers: int, **options: Any):
+        options |= {"num_workers": at_most_one_per_core(workers), "collate_fn": _Collate(collate)}
+        self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), **options)
 
     def __iter__(self) -> Iterator[Any]:
         return self._raised(iter(self._loader))  # the workers start now, not at the first batch

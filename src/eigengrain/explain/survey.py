@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from eigengrain.data.boxes import object_mask, part_mask
 from eigengrain.data.imageset import ImageSet, stack
 from eigengrain.data.loader import Order
+from eigengrain.data.workers import at_most_one_per_core
 from eigengrain.errors import unknown_name
 from eigengrain.explain import measures as m
 from eigengrain.explain.deletion import deletion_curve, insertion_curve
@@ -314,6 +315,7 @@ def image_batches(
     generator = torch.Generator().manual_seed(0)
     source: Any = _Located(dataset, regions)
     sampler: Any = order
+    workers = at_most_one_per_core(workers)
     return DataLoader(source, batch_sampler=sampler, num_workers=workers, collate_fn=_collate, generator=generator)
 
 

@@ -74,7 +74,7 @@ def spectrum(eigenvalues: Tensor, split: int, custom: Tensor | None = None) -> s
         _line(middle, 6, middle, bottom + 10, "cut"),
         _text(middle - 8, 14, f"large: {split}", "end", "name large") if split > d / 8 else "",
         _text(middle + 8, 14, f"small: {d - split}", "start", "name small") if split < d - d / 8 else "",
-        _text(LEFT - 6, 12, "λ/λ₁", "end"),
+        _text(LEFT - 6, 12, "λ/λ₁", "end", "tick unit"),
     ]
     ranks = sorted({1, *range(d // 8 or 1, d + 1, d // 8 or 1)})
     parts += [_text(_across(rank, d), bottom + 22, str(rank)) for rank in ranks]

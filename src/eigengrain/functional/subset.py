@@ -24,6 +24,9 @@ def small_part(d: int) -> int:
 class EigenSubset:
     """Eigenvalues chosen by their place in the descending order, for any dimension d.
 
+    Everything that takes a subset takes its text as well: ``all``, ``top:k`` (the k largest), ``last:k`` (the k smallest),
+    sums such as ``top:1+last:50``, and complements such as ``~(top:206)``; :meth:`parse` reads them.
+
     One object serves training, inference, attribution and truncation. Sets are combined with ``|``, ``&`` and
     :meth:`complement`; they meet a dimension only in :meth:`mask`, which refuses what does not fit it.
 

@@ -5,6 +5,7 @@ ablations of the paper are settings of this one head.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -266,13 +267,6 @@ NORMALISATIONS: dict[str, Callable[[CovarianceHead, Tensor], Tensor]] = {
 SYSTEMS = {"mpncov": "sqrt", "isqrt": "newton-schulz", "mpa": "mpa", "mtp": "mtp", "logcov": "log"}
 
 
-def _register(name: str, normalise: str, seb: bool) -> None:
-    @register_head(name)
-    def make(in_channels: int, reduce: int | None = None, **options: Any) -> Head:
-        settings: dict[str, Any] = {"normalise": normalise, "seb": seb} | options
-        return CovarianceHead(in_channels, reduce, **settings)
-
-
 for _name, _normalise in SYSTEMS.items():
-    _register(_name, _normalise, seb=False)
-    _register(_name + "+seb", _normalise, seb=True)
+    register_head(_name)(partial(CovarianceHead, normalise=_normalise, seb=False))
+    register_head(_name + "+seb")(partial(CovarianceHead, normalise=_normalise, seb=True))

@@ -1,6 +1,9 @@
 """Heads by name."""
 
+import inspect
+import re
 from collections.abc import Callable
+from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
@@ -58,13 +61,22 @@ def create_head(name: str, in_channels: int, reduce: int | None = None, **option
         options: of the head, see its class.
 
     Raises:
-        ValueError: for an unknown name, with near matches, or an option that the head does not have.
+        ValueError: for an unknown name or an option that the head does not have, with near matches.
+
+    Example:
+        >>> import torch
+        >>> head = create_head("mpncov+seb", in_channels=512, reduce=64)
+        >>> head(torch.randn(2, 512, 14, 14)).shape, head.out_features
+        (torch.Size([2, 2080]), 2080)
     """
     if name not in _FACTORIES:
         raise unknown_name("head", name, list_heads())
     try:
         return _FACTORIES[name](in_channels, reduce=reduce, **options)
     except TypeError as error:
-        if "unexpected keyword argument" not in str(error):
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown is None:
             raise
-        raise ValueError(f"head {name!r}: {str(error).split(') ')[-1]}") from error
+        near = get_close_matches(unknown[1], inspect.signature(_FACTORIES[name]).parameters, n=2)
+        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
+        raise ValueError(f"head {name!r}: got an {unknown[0]}{hint}") from error

@@ -120,6 +120,8 @@ def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dic
             return TorchvisionTrunk(name.removeprefix(PREFIX), pretrained, **options)
         except TypeError as error:
             raise _unknown_option(name, error) from error
+        except OSError as error:
+            raise _out_of_reach(name, error) from error
     # The pooling stays the network's own until it is cut off: timm moves the last normalisation in or out of
     # forward_features with it, and weights would no longer fit.
     try:
@@ -132,6 +134,8 @@ def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dic
         if "pretrained" not in str(error):
             raise
         raise ValueError(f"backbone {name!r}: {error}") from error
+    except OSError as error:
+        raise _out_of_reach(name, error) from error
     if img_size is not None and not _takes_img_size(net):
         raise _any_size(name)
     return net
@@ -143,7 +147,10 @@ def _source_options(name: str) -> dict[str, Any]:
         return {}
     source, _, place = name.partition(":")
     if source == "hf-hub":
-        return dict(timm.models.load_model_config_from_hf(place)[2] or {})
+        try:
+            return dict(timm.models.load_model_config_from_hf(place)[2] or {})
+        except OSError as error:
+            raise _out_of_reach(name, error) from error
     path = Path(place) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -163,6 +170,15 @@ def _takes_img_size(net: nn.Module) -> bool:
     return (
         bool(_own_description(net).get("fixed_input_size"))
         or getattr(getattr(net, "patch_embed", None), "img_size", None) is not None
+    )
+
+
+def _out_of_reach(name: str, error: OSError) -> ValueError:
+    """Weights that the library would download, and could not."""
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+    return ValueError(
+        f"the weights of backbone {name!r} cannot be downloaded or read ({reason}): without a network, take a file with "
+        "pretrained=False and weights=FILE, on the command line --model.pretrained false --model.weights FILE"
     )
 
 

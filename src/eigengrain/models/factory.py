@@ -1,6 +1,8 @@
 """Models by name."""
 
+import inspect
 import os
+from difflib import get_close_matches
 from typing import Any
 
 from eigengrain.errors import unknown_name
@@ -62,6 +64,11 @@ def create_model(
     drop = 0.0 if drop_rate is None else drop_rate
     if head_name not in list_heads():
         raise unknown_name("head", head_name, list_heads())  # before a backbone is downloaded for it
+    own = [name for name in inspect.signature(create_model).parameters if name != "backbone_options"]
+    for option in backbone_options:
+        near = get_close_matches(option, own, n=1, cutoff=0.88)  # so near is a slip, not an option of a backbone
+        if near:
+            raise ValueError(f"create_model has no argument {option!r}: did you mean {near[0]!r}?")
     body = create_backbone(backbone, bool(pretrained), last_stride, stride_on or "3x3", img_size, **backbone_options)
     model = CovarianceNet(body, head_name, classes, reduce, head_options, drop)
     model.config |= {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": body.img_size}

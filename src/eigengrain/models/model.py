@@ -163,6 +163,13 @@ class CovarianceNet(nn.Module):
 
     def _check_images(self, x: Tensor) -> None:
         channels = self.pretrained_cfg["input_size"][0]
+        if not isinstance(x, Tensor):
+            raise ValueError(f"the model expects a tensor of images (B, {channels}, H, W), got {type(x).__name__}")
+        if not x.is_floating_point():
+            raise ValueError(
+                f"the model expects normalised images in floating point, got {x.dtype}: divide by 255, subtract the mean "
+                "and divide by the deviation in model.pretrained_cfg"
+            )
         if x.ndim != 4 or x.shape[1] != channels:
             raise ValueError(f"the model expects images (B, {channels}, H, W), got {tuple(x.shape)}")
         embedding = getattr(self.backbone, "patch_embed", None)
@@ -186,10 +193,13 @@ class CovarianceNet(nn.Module):
         positions, d = x.shape[-2] * x.shape[-1], self.head.channels
         if getattr(self.head, "rank_sensitive", False) and positions - 1 < d:
             self._rank_warned = True
-            stride = "" if self.config.get("last_stride") == 1 else "last_stride=1, "
+            zero = d - positions + 1
+            which = f"{zero} smallest eigenvalues are" if zero > 1 else "smallest eigenvalue is"
+            # patches of one size, as in a ViT, have no last stride
+            strided = self.config.get("last_stride") != 1 and self.layout.kind != "tokens"
             warnings.warn(
                 f"the covariance of {d} channels from {x.shape[-2]} × {x.shape[-1]} = {positions} positions has rank "
-                f"{positions - 1} at most, so its {d - positions + 1} smallest eigenvalues are 0 by construction: use "
-                f"{stride}larger images, or reduce={max(positions - 1, 1)} or less",
+                f"{positions - 1} at most, so its {which} 0 by construction: use "
+                f"{'last_stride=1, ' if strided else ''}larger images, or reduce={max(positions - 1, 1)} or less",
                 stacklevel=2,
             )

@@ -37,7 +37,7 @@ def check_backbone(name: str) -> None:
         >>> check_backbone("resnet500")
         Traceback (most recent call last):
         ...
-        ValueError: unknown backbone 'resnet500': did you mean 'resnet50' or ...? list_backbones() names them all
+        ValueError: unknown backbone 'resnet500': did you mean 'resnet50' or ...? All names: list_backbones()...
     """
     if name.startswith(SOURCES):
         return
@@ -46,4 +46,4 @@ def check_backbone(name: str) -> None:
         return
     near = get_close_matches(bare, list_backbones(), n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    raise ValueError(f"unknown backbone {name!r}: {hint}list_backbones() names them all")
+    raise ValueError(f"unknown backbone {name!r}: {hint}All names: list_backbones(), or 'eigengrain models'")

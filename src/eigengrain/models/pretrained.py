@@ -60,7 +60,7 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
-    """The model that :func:`save_pretrained` wrote to a folder.
+    """The model that :func:`save_pretrained` wrote to a folder, in eval mode; ``runs/NAME/model`` of a training is one.
 
     Raises:
         ValueError: if the folder does not hold one, or a part of it does not fit the rest.
@@ -70,9 +70,10 @@ def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
         config: dict[str, Any] = json.loads(path.read_text())
         options, description = dict(config["model"]), dict(config["pretrained_cfg"])
     except (OSError, ValueError, KeyError, TypeError) as error:
+        inside = path.parent / "model" if (path.parent / "model" / CONFIG_FILE).is_file() else None
         raise ValueError(
-            f"{str(folder)!r} is not a folder of save_pretrained: {path.name} is missing or not as expected "
-            f"({type(error).__name__}: {error})"
+            f"{str(folder)!r} is not a folder of save_pretrained: {path.name} is missing or not as expected"
+            + (f": did you mean {str(inside)!r}?" if inside else f" ({type(error).__name__}: {error})")
         ) from error
     for key in ("weights", "pretrained"):  # a folder is read for itself: its config must not lead to other files or a hub
         options.pop(key, None)

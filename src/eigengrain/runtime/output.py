@@ -11,8 +11,9 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, is_dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
@@ -62,12 +63,34 @@ def mode(quiet: bool = False, json: bool = False) -> Iterator[None]:
         chosen = Mode(quiet, json, sys.stdout if json else None)
         if json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
+        stack.enter_context(warnings.catch_warnings())
         if quiet:
-            stack.enter_context(warnings.catch_warnings())
             warnings.simplefilter("ignore")
+        else:
+            warnings.showwarning = _one_line(warnings.showwarning)
         _modes.append(chosen)
         stack.callback(_modes.pop)
         yield
+
+
+def _one_line(usual: Callable[..., None]) -> Callable[..., None]:
+    """Warnings of this package as a line for its user; those of others as they are, for whoever reads code."""
+    own = str(Path(__file__).parents[1])
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if category is UserWarning and filename.startswith(own) and file is None:
+            print(f"eigengrain: note: {message}", file=sys.stderr, flush=True)
+        else:
+            usual(message, category, filename, lineno, file, line)
+
+    return show
 
 
 def reading() -> "Console":

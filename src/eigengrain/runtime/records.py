@@ -2,6 +2,7 @@
 
 import csv
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,9 +18,22 @@ def writable(path: str | Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(f"cannot make the folder {path.parent} ({error.strerror}): choose another with --out") from error
-    if path.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
+    try:
+        possible = os.access(path, os.W_OK) and not path.is_dir() if path.exists() else _takes_files(path.parent)
+    except OSError:
+        possible = False
+    if not possible:
         raise ValueError(f"cannot write the file {path}: choose another place with --out")
     return path
+
+
+def _takes_files(folder: Path) -> bool:
+    """Whether a file can be made in a folder; only making one says it, as an administrator may write anywhere in name."""
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return True
+    except OSError:
+        return False
 
 
 def write_csv(path: Path, rows: Sequence[Mapping[str, object]]) -> None:

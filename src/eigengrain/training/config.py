@@ -177,7 +177,7 @@ class Train:
         eval_every: epochs between evaluations; the last epoch is always evaluated.
         save_every: batches between checkpoints inside an epoch; 0 for one at the end of each epoch only.
         seed: of initial weights, order and augmentation.
-        workers: processes that read images.
+        workers: processes that read images, at most one for each core.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
         out: folder for checkpoints, summary.csv, results.json and the model.
         resume: go on from the checkpoint in the folder; start anew where there is none.

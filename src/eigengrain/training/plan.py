@@ -52,9 +52,9 @@ def dry_run(run: "Run") -> None:
             f"{g['name']} {g['initial_lr']:.3g} (weight decay {g['weight_decay']:.3g})" for g in run.optimiser.param_groups
         ),
         f"schedule   {config.schedule.kind}, {config.epochs} epochs of {run.updates_per_epoch} updates, "
-        f"{config.batch_size * config.accumulate} images each, warm-up {config.schedule.warmup_epochs:g} epochs",
+        f"{config.batch_size * config.accumulate} images each, epochs of warm-up: {config.schedule.warmup_epochs:g}",
         f"selection  {config.select}",
-        f"device     {process.device}, {process.world_size} process(es), amp {config.amp}",
+        f"device     {process.device}, processes: {process.world_size}, amp {config.amp}",
         f"two images loss {value:.4f}, {per_image:.3f} s an image forward and backward",
         f"estimate   {_duration(epoch)} an epoch, {_duration(epoch * config.epochs)} in all, from these two images: larger "
         "batches are faster on a GPU, and reading images and evaluation are not counted",
