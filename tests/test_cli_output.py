@@ -316,11 +316,10 @@ class NoOptions:
 
 
 WAITING = """
-import sys, time, types
+import signal, sys, time, types
 from dataclasses import dataclass
 from eigengrain import cli
-from eigengrain.commands.listing import Heads
-from eigengrain.commands.options import options_of
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a test run in the background inherits that Ctrl-C is ignored
 @dataclass(frozen=True)
 class NoOptions:
     pass

@@ -280,7 +280,10 @@ def test_refusals_name_the_modules():
         y = F.silu(y)  # called by nobody in the network
     with pytest.raises(ValueError) as caught:
         rules.require_rectifiers("deconv", y)
-    assert "calls gelu × 5 (1, 2, 3, 2 more), sigmoid × 1 (6), silu × 1: use rule='vanilla', or a ReLU" in str(caught.value)
+    assert (
+        "calls gelu × 5 (1, 2, 3, 2 more), sigmoid × 1 (6), silu × 1: use rule='vanilla' (--rules vanilla), or a ReLU"
+        in str(caught.value)
+    )
 
 
 def test_unknown_rule():

@@ -606,7 +606,7 @@ def test_networks_of_other_functions_have_the_plain_gradient_only():
         assert message.startswith(f"rule='{rules[-1]}' is defined at rectifiers (ReLU) alone")
         assert "silu × " in message
         assert "(backbone." in message
-        assert message.endswith("use rule='vanilla', or a ReLU backbone such as 'resnet50' or 'vgg16'")
+        assert message.endswith("use rule='vanilla' (--rules vanilla), or a ReLU backbone such as 'resnet50' or 'vgg16'")
     linear = make("gap", reduce=None)
     linear.backbone.act = nn.Identity()
     with pytest.raises(ValueError, match="the network calls none"):

@@ -227,7 +227,7 @@ class RectifierRules(TorchFunctionMode):
         """
         if rule == "vanilla":
             return
-        remedy = "use rule='vanilla', or a ReLU backbone such as 'resnet50' or 'vgg16'"
+        remedy = "use rule='vanilla' (--rules vanilla), or a ReLU backbone such as 'resnet50' or 'vgg16'"
         if self.others:
             raise ValueError(
                 f"rule={rule!r} is defined at rectifiers (ReLU) alone, and the network also calls {self._listed()}: "
