@@ -20,7 +20,7 @@ from eigengrain.commands.catalogue import ABOUT, COMMANDS, GROUPS, PROGRAM, SECT
 from eigengrain.commands.help import command_help, overview
 from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.words import JSON, QUIET, named
-from eigengrain.errors import unknown_name
+from eigengrain.errors import did_you_mean, unknown_name
 from eigengrain.runtime import output
 
 #: exit codes: the work failed or found problems; a mistake in the command line, a file or a folder; the reader went away
@@ -159,8 +159,7 @@ def _misspelt(words: Sequence[str], message: str, known: Sequence[str]) -> str |
     for option in (*typed, *in_file):
         if option not in (*names, "--recipe", "-h", "--help"):
             near = get_close_matches(option, names, n=3, cutoff=0.65)
-            hint = f"did you mean {' or '.join(map(repr, near))}?" if near else "there is none like it"
-            return f"unknown option '{option}': {hint}"
+            return f"unknown option '{option}': {did_you_mean(near) or 'there is none like it'}"
     return None
 
 

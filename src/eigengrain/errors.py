@@ -24,6 +24,17 @@ class SecondOrderError(RuntimeError):
     """A second derivative was asked of an operation that has a first derivative only."""
 
 
+def did_you_mean(near: Iterable[str]) -> str:
+    """A question about names that are near a wrong one; nothing where there are none.
+
+    Example:
+        >>> did_you_mean(["torch", "cpu"]), did_you_mean([])
+        ("did you mean 'torch' or 'cpu'?", '')
+    """
+    names = " or ".join(map(repr, near))
+    return f"did you mean {names}?" if names else ""
+
+
 def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     """The error for a name that is not in a registry: what came, what is near, what there is.
 
@@ -33,5 +44,5 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     """
     known = list(choices)
     near = get_close_matches(str(name), known, n=3, cutoff=0.5) or [k for k in known if name and k.startswith(str(name))]
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    return ValueError(f"unknown {kind} {name!r}: {hint}Choose from: {', '.join(known)}")
+    said = " ".join(filter(None, (did_you_mean(near), f"Choose from: {', '.join(known)}")))
+    return ValueError(f"unknown {kind} {name!r}: {said}")

@@ -9,8 +9,9 @@ pytest.importorskip("gradio")
 pytest.importorskip("captum")
 pytest.importorskip("matplotlib")
 
+from eigengrain.commands.checkpoint import plain_transform
 from eigengrain.explorer.server import Server
-from eigengrain.explorer.session import Lens, plain_transform
+from eigengrain.explorer.session import Lens
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,8 @@ import torch
 
 from eigengrain import cli
 from eigengrain.functional import GRADIENTS, covariance, sqrt_covariance
-from eigengrain.studies import gradients, report
+from eigengrain.runtime.page import Cell
+from eigengrain.studies import gradients
 from eigengrain.studies.config import GradientTour
 from eigengrain.studies.features import Factors, equal_eigenvalues, with_spectrum
 
@@ -155,8 +156,8 @@ def test_one_loss_sees_the_smallest_eigenvalues_alone():
 def test_tables_mark_what_leaves_the_bound():
     shown = {"exact": {"1e2": (1e-15, 1 + 1e-12)}, "bad": {"1e2": (math.inf, 1.5)}, "worse": {"1e2": (0.5, math.inf)}}
     errors, ratios = gradients.tables(shown)
-    assert [row[1] for row in errors.rows] == [report.Cell("1e-15"), report.Cell("NaN", True), report.Cell("0.50")]
-    assert [row[1] for row in ratios.rows] == [report.Cell("1.00"), report.Cell("1.50", True), report.Cell("NaN", True)]
+    assert [row[1] for row in errors.rows] == [Cell("1e-15"), Cell("NaN", True), Cell("0.50")]
+    assert [row[1] for row in ratios.rows] == [Cell("1.00"), Cell("1.50", True), Cell("NaN", True)]
 
 
 def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):

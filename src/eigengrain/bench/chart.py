@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
 
 import matplotlib
 
@@ -13,23 +12,16 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 
 from eigengrain.bench.functional import Row, by_time, short
 from eigengrain.bench.heads import label
+from eigengrain.runtime.plotting import FONTS, plain
 
 #: from Okabe and Ito's colours, told apart by all kinds of colour vision; each pair differs in lightness too
 BLACK, BLUE, SKY, ORANGE, VERMILION, GREEN, PURPLE = (
     *("#000000", "#0072B2", "#56B4E9", "#E69F00"),
     *("#D55E00", "#009E73", "#CC79A7"),
 )
-GUIDE, GRID = "#8c8c8c", "#e5e5e5"
-
-_FONTS = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 8}
+GUIDE = "#8c8c8c"
 
 _PLAIN = FuncFormatter(lambda value, place: f"{value:,.0f}".replace(",", " ") if value >= 1 else f"{value:g}")
-
-
-def _clean(axes: Axes, grid: Literal["x", "both"]) -> None:
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
 
 
 # --- heads -------------------------------------------------------------------------------------------------------
@@ -48,7 +40,7 @@ def _bars(axes: Axes, values: Sequence[float], shown: Sequence[str], colour: str
     axes.xaxis.set_major_formatter(_PLAIN)
     axes.xaxis.set_minor_formatter(NullFormatter())
     axes.tick_params(axis="y", length=0)
-    _clean(axes, "x")
+    plain(axes, "x")
 
 
 def draw_heads(rows: Sequence[Row], reference: str, device: str, path: Path) -> None:
@@ -66,7 +58,7 @@ def draw_heads(rows: Sequence[Row], reference: str, device: str, path: Path) -> 
     size = " × ".join(str(drawn[0][part]) for part in ("batch", "channels", "height", "width"))
     both, forward = ([float(row[name] or 0) for row in drawn] for name in ("forward_backward_ms", "forward_ms"))
     with_memory = all(row["peak_mib"] for row in drawn)
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.4, 0.9 + 0.21 * len(drawn)), layout="constrained")
         widths = [3, 2] if with_memory else [1]
         left, right = (*figure.subplots(1, len(widths), sharey=True, squeeze=False, width_ratios=widths)[0], None)[:2]
@@ -134,7 +126,7 @@ def _growth_panel(axes: Axes, rows: Sequence[Row], sweep: str, power: int, style
     axes.yaxis.set_minor_locator(NullLocator())
     axes.yaxis.set_major_formatter(_PLAIN)
     axes.tick_params(labelleft=True)  # on both panels, which share their axis
-    _clean(axes, "both")
+    plain(axes, "both")
 
 
 def _fixed_sizes(rows: Sequence[Row], sweep: str) -> str:
@@ -164,7 +156,7 @@ def draw_growth(rows: Sequence[Row], device: str, path: Path) -> None:
     sweeps = [sweep for sweep in panels if any(row["sweep"] == sweep for row in rows)]
     if not sweeps:
         raise ValueError("no size has a time to draw: all of them ran out of memory, use smaller sizes")
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.4, 3.4), layout="constrained")
         grid = figure.subplots(1, len(sweeps), sharey=True, squeeze=False)
         for axes, sweep in zip(grid[0], sweeps, strict=True):

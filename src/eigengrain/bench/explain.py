@@ -10,6 +10,7 @@ from torch import Tensor
 from eigengrain.bench.explain_config import ExplainBench
 from eigengrain.bench.functional import Row, in_turn, synchronise
 from eigengrain.explain import EigenPerturbation, attribute_rules
+from eigengrain.functional.subset import small_part
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
@@ -62,7 +63,7 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
     }
     if config.perturbation_steps:
         perturbation = EigenPerturbation(model, bounds=False)
-        split = model.head.channels - max(model.head.channels // 5, 1)
+        split = model.head.channels - small_part(model.head.channels)
         work = timed(lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False))
         row |= {"perturbation_steps": config.perturbation_steps, "perturbation_seconds": round(work(), 3)}
         advance("perturbation")

@@ -1,11 +1,17 @@
 """Checkpoints as commands read them. No torch here until one is opened."""
 
 import os
+from collections.abc import Callable
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from eigengrain.errors import did_you_mean
+
 if TYPE_CHECKING:
+    from PIL.Image import Image
+    from torch import Tensor
+
     from eigengrain.models import CovarianceNet
 
 #: the file in a folder of 'eigengrain train' that says its options
@@ -68,8 +74,9 @@ def open_model(options: NamesAModel, img_size: int | None = None) -> "Covariance
 
     path = Path(options.checkpoint)
     if not path.exists():
-        give = near(options.checkpoint) or ": give a folder of 'eigengrain train' or of save_pretrained, or a weights file"
-        raise ValueError(f"there is no checkpoint {options.checkpoint!r}{give}")
+        give = did_you_mean(near(options.checkpoint))
+        give = give or "give a folder of 'eigengrain train' or of save_pretrained, or a weights file"
+        raise ValueError(f"there is no checkpoint {options.checkpoint!r}: {give}")
     if path.name == "model.safetensors" and options.backbone is None and (path.parent / "config.json").is_file():
         path = path.parent  # the file that was named is a part of a folder that says the rest
     path = model_folder(path)
@@ -80,8 +87,8 @@ def open_model(options: NamesAModel, img_size: int | None = None) -> "Covariance
         raise ValueError(f"{', '.join(given)} is for a weights file: the folder {str(path)!r} says what its model is")
     if not (path / "config.json").is_file():
         inner = sorted(str(file.parent) for file in path.glob("*/config.json"))[:3]
-        hint = f": did you mean {' or '.join(map(repr, inner))}?" if inner else ""
-        raise ValueError(f"{str(path)!r} is not a folder of save_pretrained: it has no config.json{hint}")
+        reason = f"{str(path)!r} is not a folder of save_pretrained: it has no config.json"
+        raise ValueError(": ".join(filter(None, (reason, did_you_mean(inner)))))
     model = from_pretrained(path)
     if options.num_classes not in (None, model.num_classes):
         raise ValueError(
@@ -111,13 +118,12 @@ def _from_weights(path: Path, options: NamesAModel, img_size: int | None) -> "Co
     return fill(create_model(options.backbone, **arguments), path)
 
 
-def near(place: str) -> str:
-    """A question about files whose names are near one that is not there, or nothing."""
+def near(place: str) -> list[str]:
+    """Files whose names are near one that is not there."""
     parent, name = os.path.split(place.rstrip(os.sep))
     folder = parent or "."
     beside = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
-    found = [repr(os.path.join(parent, other)) for other in get_close_matches(name, beside, n=2)]
-    return f": did you mean {' or '.join(found)}?" if found else ""
+    return [os.path.join(parent, other) for other in get_close_matches(name, beside, n=2)]
 
 
 def fill(model: "CovarianceNet", path: Path) -> "CovarianceNet":
@@ -137,3 +143,25 @@ def fill(model: "CovarianceNet", path: Path) -> "CovarianceNet":
             "--num_classes and --reduce"
         )
     return model
+
+
+def preparation(model: "CovarianceNet", img_size: int | None = None) -> dict[str, Any]:
+    """What the images go through, as the checkpoint says, in timm's words: size, crop, interpolation, mean, std."""
+    from timm.data import create_transform, resolve_data_config
+
+    try:
+        how: dict[str, Any] = resolve_data_config({"img_size": img_size}, pretrained_cfg=model.pretrained_cfg)
+        create_transform(**how)
+        if not len(how["input_size"]) == len(how["mean"]) == len(how["std"]) == 3:
+            raise ValueError("input_size, mean and std must have 3 numbers each")
+        return how
+    except Exception as error:  # values of any type may stand in a JSON file
+        raise ValueError(f"the checkpoint's preprocessing cannot be followed ({error}): see its pretrained_cfg") from error
+
+
+def plain_transform(model: "CovarianceNet") -> "Callable[[Image], Tensor]":
+    """What the checkpoint says is done to images."""
+    from timm.data import create_transform
+
+    transform: Callable[[Image], Tensor] = create_transform(**preparation(model))
+    return transform

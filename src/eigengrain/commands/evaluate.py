@@ -5,9 +5,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eigengrain.commands.checkpoint import ARGUMENTS, model_folder, training_folder
+from eigengrain.commands.checkpoint import ARGUMENTS, model_folder, plain_transform, training_folder
 from eigengrain.data.config import Transforms
-from eigengrain.errors import unknown_name
+from eigengrain.errors import did_you_mean, unknown_name
 from eigengrain.runtime import output
 
 if TYPE_CHECKING:
@@ -169,8 +169,8 @@ def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
     arguments, folder = path / ARGUMENTS, model_folder(path)
     if not arguments.is_file():
         if not (folder / "config.json").is_file():
-            inside = sorted(repr(str(found.parent)) for found in path.glob(f"*/{ARGUMENTS}"))
-            hint = f"did you mean {' or '.join(inside[:3])}?" if inside else "name one of them"
+            inside = sorted(str(found.parent) for found in path.glob(f"*/{ARGUMENTS}"))
+            hint = did_you_mean(inside[:3]) or "name one of them"
             raise ValueError(f"{checkpoint!r} is no folder of 'eigengrain train' or of save_pretrained: {hint}")
         return folder, None
     try:
@@ -206,7 +206,7 @@ def open_for_evaluation(config: Evaluate, folder: Path, training: "Train | None"
         raise ValueError(f"the classes of the model and of {data.name} have other names or another order")
     transforms = _transforms(config, model, training)
     if transforms is None:
-        dataset.transform = _as_the_checkpoint_says(model)
+        dataset.transform = plain_transform(model)
     else:
         describe_input(model, transforms)
         dataset.transform = build_transform(transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
@@ -224,9 +224,3 @@ def _transforms(config: Evaluate, model: "CovarianceNet", training: "Train | Non
     if own is not None:
         return Transforms(own.kind, size, keep_aspect=own.keep_aspect, interpolation=own.interpolation)
     raise ValueError("--img_size of a folder without args.yaml needs --kind, such as paper")
-
-
-def _as_the_checkpoint_says(model: "CovarianceNet") -> Any:
-    from timm.data import create_transform, resolve_data_config
-
-    return create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))

@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from eigengrain.commands.checkpoint import plain_transform, preparation
 from eigengrain.errors import unknown_name
 from eigengrain.runtime import output
 
@@ -271,14 +272,12 @@ def _given_images(config: Explain, model: "CovarianceNet") -> tuple["ImageSet", 
 
 def _transform(model: "CovarianceNet") -> Any:
     """What the checkpoint says is done to images: through which regions can be carried, where that can be said."""
-    from timm.data import create_transform, resolve_data_config
-
     from eigengrain.data import Transforms, build_transform
 
-    how = resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
+    how = preparation(model)
     _, height, width = how["input_size"]
     if height != width or how["crop_mode"] not in ("center", "squash"):
-        return create_transform(**how)
+        return plain_transform(model)
     common: dict[str, Any] = {"img_size": width, "interpolation": how["interpolation"]}
     if how["crop_mode"] == "squash":
         transforms = Transforms("paper", resize=math.floor(width / how["crop_pct"]), **common)

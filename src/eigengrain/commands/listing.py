@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import did_you_mean, unknown_name
 from eigengrain.runtime import output
 
 if TYPE_CHECKING:
@@ -243,8 +243,8 @@ def _sizes_or_reason(name: str) -> BackboneSizes | tuple[str, str]:
 
 def _no_backbone(pattern: str, names: Sequence[str]) -> ValueError:
     near = get_close_matches(pattern.strip("*"), names, n=3, cutoff=0.5)
-    hint = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
-    return ValueError(f"no backbone matches {pattern!r}: {hint}All {len(names)} names: eigengrain models '*'")
+    said = " ".join(filter(None, (did_you_mean(near), f"All {len(names)} names: eigengrain models '*'")))
+    return ValueError(f"no backbone matches {pattern!r}: {said}")
 
 
 def run_heads(config: Heads) -> None:

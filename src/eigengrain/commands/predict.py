@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain.commands import checkpoint
-from eigengrain.commands.checkpoint import near
+from eigengrain.commands.checkpoint import near, preparation
 from eigengrain.data.files import SUFFIXES, images_below, printable
+from eigengrain.errors import did_you_mean
 from eigengrain.runtime import output
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def _why_nothing(place: str) -> str:
         return f"no images in this folder (files named {', '.join(SUFFIXES[:7])}, …)"
     if has_magic(place):
         return "no file matches this pattern"
-    return f"there is no such file or folder{near(place)}"
+    return ": ".join(filter(None, ("there is no such file or folder", did_you_mean(near(place)))))
 
 
 def open_model(config: Predict) -> "CovarianceNet":
@@ -127,26 +128,12 @@ def open_model(config: Predict) -> "CovarianceNet":
 def _check_use(model: "CovarianceNet", config: Predict) -> None:
     if model.num_classes == 0:
         raise ValueError(f"{config.checkpoint!r} has no classifier (num_classes is 0), so there is nothing to name")
-    channels = _preparation(model)["input_size"][0]
+    channels = preparation(model)["input_size"][0]
     if channels != 3:
         raise ValueError(f"the model takes images with {channels} channels; here they are read as RGB")
     built_for = model.config.get("img_size")
     if config.img_size is not None and built_for and tuple(built_for) != (config.img_size, config.img_size):
         raise ValueError(f"the model is built for images of {built_for[0]} × {built_for[1]}: leave --img_size out")
-
-
-def _preparation(model: "CovarianceNet", img_size: int | None = None) -> dict[str, Any]:
-    """What the images go through, as the checkpoint says, in timm's words: size, crop, interpolation, mean, std."""
-    from timm.data import create_transform, resolve_data_config
-
-    try:
-        preparation: dict[str, Any] = resolve_data_config({"img_size": img_size}, pretrained_cfg=model.pretrained_cfg)
-        create_transform(**preparation)
-        if not len(preparation["input_size"]) == len(preparation["mean"]) == len(preparation["std"]) == 3:
-            raise ValueError("input_size, mean and std must have 3 numbers each")
-        return preparation
-    except Exception as error:  # values of any type may stand in a JSON file
-        raise ValueError(f"the checkpoint's preprocessing cannot be followed ({error}): see its pretrained_cfg") from error
 
 
 def _names(model: "CovarianceNet", file: str | None) -> list[str]:
@@ -202,7 +189,7 @@ def classify(model: "CovarianceNet", paths: Sequence[str], config: Predict, devi
 
     batches = -(-len(paths) // config.batch_size)
     loader: DataLoader[Any] = DataLoader(
-        _Images(paths, create_transform(**_preparation(model, config.img_size))),  # type: ignore[arg-type]
+        _Images(paths, create_transform(**preparation(model, config.img_size))),  # type: ignore[arg-type]
         batch_size=config.batch_size,
         num_workers=min(config.workers, os.cpu_count() or 1, batches) if batches > 1 else 0,
         collate_fn=_stacked,

@@ -15,6 +15,7 @@ from torch import Tensor
 from eigengrain.errors import unknown_name
 from eigengrain.functional import covariance, eigh
 from eigengrain.functional._inputs import check_floating, check_square, output_dtype
+from eigengrain.functional.subset import small_part
 from eigengrain.heads import CovarianceHead
 from eigengrain.models import CovarianceNet
 from eigengrain.runtime.display import progress_bar
@@ -60,7 +61,7 @@ def split_covariance(P: Tensor, split: int) -> SplitCovariance:
     check_square(P, "split_covariance")
     d = P.shape[-1]
     if isinstance(split, bool) or not isinstance(split, int) or not 1 <= split < d:
-        remedy = f"split={d - max(d // 5, 1)} keeps about the paper's share, 206 of 256" if d > 1 else "use more channels"
+        remedy = f"split={d - small_part(d)} keeps about the paper's share, 206 of 256" if d > 1 else "use more channels"
         raise ValueError(
             f"split must be a whole number from 1 to d − 1, where the covariance has d = {d} eigenvalues, got {split!r}: "
             f"{remedy}"

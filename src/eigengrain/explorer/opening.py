@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from eigengrain.commands.checkpoint import plain_transform
 from eigengrain.commands.explain import Explain, open_source
 from eigengrain.commands.explore import Explore
 from eigengrain.data.plumage import open_plumage
-from eigengrain.explorer.session import Lens, plain_transform
+from eigengrain.explorer.session import Lens
 from eigengrain.models import from_pretrained
 from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
 from eigengrain.runtime.environment import pick_device

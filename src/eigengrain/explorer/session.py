@@ -164,6 +164,7 @@ class Lens:
         ValueError: if the head has no eigenvalues to choose from.
 
     Example:
+        >>> from eigengrain.commands.checkpoint import plain_transform
         >>> from eigengrain.data.plumage import open_plumage
         >>> from eigengrain.models import create_model
         >>> birds = open_plumage("test", classes=2, per_class=1, size=64, cache=False)
@@ -343,16 +344,6 @@ class Lens:
         )
         self._maps.put(key, explained)
         return explained
-
-
-def plain_transform(model: CovarianceNet) -> Callable[[Image.Image], Tensor]:
-    """What the checkpoint says is done to images."""
-    from timm.data import create_transform, resolve_data_config
-
-    transform: Callable[[Image.Image], Tensor] = create_transform(
-        **resolve_data_config({}, pretrained_cfg=model.pretrained_cfg)
-    )
-    return transform
 
 
 def _evenly(channels: int) -> list[int]:

@@ -91,8 +91,8 @@ def syev_batched(p: Tensor) -> tuple[Tensor, Tensor]:
 def syev_batched_unchecked(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The same without waiting for the result, and with cuSOLVER's info (batch,): 0 where it converged.
 
-    It is recorded and replayed, because its 1,500 kernels for 32 matrices of size 256 in float64 take less time than their
-    launches: 6.2 instead of 10.3 ms on an H200.
+    It is recorded and replayed, because its many small kernels take less time than their launches: for 32 matrices of
+    size 256 in float64, ``bench solvers`` on an H200 went from 13.8 to 6.9 ms.
     """
     library = _library()
     assert library is not None, "available() must be asked first"

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import did_you_mean, unknown_name
 from eigengrain.heads.base import Head
 
 Factory = Callable[..., Head]
@@ -78,5 +78,4 @@ def create_head(name: str, in_channels: int, reduce: int | None = None, **option
         if unknown is None:
             raise
         near = get_close_matches(unknown[1], inspect.signature(_FACTORIES[name]).parameters, n=2)
-        hint = f": did you mean {' or '.join(map(repr, near))}?" if near else ""
-        raise ValueError(f"head {name!r}: got an {unknown[0]}{hint}") from error
+        raise ValueError(": ".join(filter(None, (f"head {name!r}: got an {unknown[0]}", did_you_mean(near))))) from error

@@ -6,6 +6,7 @@ from fnmatch import fnmatch
 import timm
 from torchvision import models as torchvision_models
 
+from eigengrain.errors import did_you_mean
 from eigengrain.models import small  # noqa: F401  (registers its network with timm)
 from eigengrain.models.torchvision_trunk import PREFIX
 
@@ -45,5 +46,5 @@ def check_backbone(name: str) -> None:
     if timm.is_model(bare) or bare in _torchvision_names():
         return
     near = get_close_matches(bare, list_backbones(), n=3, cutoff=0.6)
-    hint = f"did you mean {' or '.join(repr(n) for n in near)}? " if near else ""
-    raise ValueError(f"unknown backbone {name!r}: {hint}All names: list_backbones(), or 'eigengrain models'")
+    said = " ".join(filter(None, (did_you_mean(near), "All names: list_backbones(), or 'eigengrain models'")))
+    raise ValueError(f"unknown backbone {name!r}: {said}")

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from eigengrain.runtime.page import Cell, TableData
 from eigengrain.studies.published import (
     AVERAGE_GAIN,
     FINE_GRAINED,
@@ -18,7 +19,6 @@ from eigengrain.studies.published import (
     TITLES,
     Accuracies,
 )
-from eigengrain.studies.report import Cell, TableData
 from eigengrain.studies.settings import NETWORKS
 from eigengrain.studies.study import Findings, Row, Score, Setup, data_title, titled, where_run
 

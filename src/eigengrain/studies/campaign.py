@@ -12,6 +12,7 @@ from eigengrain.data import open_dataset
 from eigengrain.data.catalogue import find_entry
 from eigengrain.errors import LayoutError
 from eigengrain.runtime import output
+from eigengrain.runtime.page import Cell, TableData
 from eigengrain.runtime.records import writable
 from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.conclusions import Conclusion, conclude, show, write_page
@@ -19,7 +20,7 @@ from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED_FOR, Speeds, cost
 from eigengrain.studies.jobs import is_missing, run_jobs
 from eigengrain.studies.published import TITLES
-from eigengrain.studies.report import Cell, TableData, on_terminal
+from eigengrain.studies.report import on_terminal
 from eigengrain.studies.study import Setup, Study, check_names
 from eigengrain.training.interrupt import Interrupted
 

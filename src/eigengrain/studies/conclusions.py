@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from rich.console import Console
 
+from eigengrain.runtime.page import Cell, Commands, Heading, Part, TableData, page
 from eigengrain.runtime.records import writable, write_csv
 from eigengrain.studies.accuracy import NOT_RUN
 from eigengrain.studies.config import StudyRun
-from eigengrain.studies.report import Cell, Commands, Heading, Part, TableData, on_terminal, page
+from eigengrain.studies.report import on_terminal
 from eigengrain.studies.study import Findings, Setup, Study
 
 

@@ -26,9 +26,10 @@ from eigengrain.models import from_pretrained
 from eigengrain.recipes import load_recipe
 from eigengrain.runtime import output
 from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.page import Cell, Commands, Figure, Gallery, Heading, Part, TableData, Tile, page
 from eigengrain.runtime.records import writable, write_csv
-from eigengrain.studies import report
 from eigengrain.studies.config import HEADS, Demo
+from eigengrain.studies.report import on_terminal
 from eigengrain.studies.spectra import Seen, look
 from eigengrain.training.build import ARGUMENTS
 from eigengrain.training.config import Train, differences, to_mapping
@@ -149,7 +150,7 @@ def open_finished(run: Train, sources: Sources) -> Finished:
     return Finished(run, read_summary(Path(run.out) / "summary.csv"), seen)
 
 
-def comparison(rows: Sequence[Row]) -> report.TableData:
+def comparison(rows: Sequence[Row]) -> TableData:
     """A line a head, in the order in which they were trained: means over the seeds, with the range of the accuracy."""
     heads = ["head", "test top-1, %", "seconds", "images/s", "log₁₀ κ", "last fifth", "s"]
     lines = []
@@ -166,11 +167,11 @@ def comparison(rows: Sequence[Row]) -> report.TableData:
             *(head, mean("test_top1", ".1f") + spread, mean("train_seconds", ".0f"), mean("images_per_second", ".0f")),
             *(mean("log10_condition", ".2f"), mean("energy_last", ".1e"), mean("s", ".3f")),
         )
-        lines.append([report.Cell(text) for text in cells])
+        lines.append([Cell(text) for text in cells])
     seeds = sorted({row["seed"] for row in rows})
     many = f"mean of {len(seeds)} seeds (lowest to highest)" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     epochs = rows[0]["epochs"]
-    return report.TableData(f"{epochs} epoch{'' if epochs == 1 else 's'}, {many}", heads, lines)
+    return TableData(f"{epochs} epoch{'' if epochs == 1 else 's'}, {many}", heads, lines)
 
 
 def _by_head(runs: Sequence[Finished], what: Callable[[Finished], Any]) -> dict[str, list[Any]]:
@@ -199,7 +200,7 @@ def pictures(runs: Sequence[Finished], folder: Path) -> tuple[Path, Path]:
     return curves, spectra
 
 
-def examples(runs: Sequence[Finished], sources: Sources) -> report.Gallery:
+def examples(runs: Sequence[Finished], sources: Sources) -> Gallery:
     """The first test images, what they show, and what each head says."""
     test, first = sources.test, runs[0].config.seed
     tiles = []
@@ -212,9 +213,9 @@ def examples(runs: Sequence[Finished], sources: Sources) -> report.Gallery:
             said = int(run.seen.predictions[index])
             if run.config.seed == first:
                 right = said == label
-                lines.append(report.Cell(f"{run.head}: {'right' if right else test.classes[said]}", bad=not right))
-        tiles.append(report.Tile(stream.getvalue(), test.classes[label], lines))
-    return report.Gallery(tiles)
+                lines.append(Cell(f"{run.head}: {'right' if right else test.classes[said]}", bad=not right))
+        tiles.append(Tile(stream.getvalue(), test.classes[label], lines))
+    return Gallery(tiles)
 
 
 def _words(demo: Demo) -> str:
@@ -243,7 +244,7 @@ def next_commands(demo: Demo) -> list[str]:
 
 def describe_page(
     demo: Demo, rows: Sequence[Row], runs: Sequence[Finished], sources: Sources, drawn: Sequence[Path]
-) -> list[report.Part]:
+) -> list[Part]:
     """Everything on the page, from top to bottom."""
     config, train_set, test_set = runs[0].config, sources.train, sources.test
     one_seed = len(demo.seeds) == 1
@@ -253,12 +254,12 @@ def describe_page(
         if one_seed
         else f"Each head was trained with {len(demo.seeds)} seeds."
     )
-    parts: list[report.Part] = [
+    parts: list[Part] = [
         f"A small network was trained from random weights on {len(train_set)} drawn birds of {len(train_set.classes)} "
         f"species that differ in small parts only, once with each of several heads between backbone and classifier, and "
         f"tested on {len(test_set)} others. All else is the same for all heads, and how hard the birds are was settled "
         f"by the accuracy of average pooling (gap) alone. {seeds}",
-        report.Heading("Accuracy"),
+        Heading("Accuracy"),
         comparison(rows),
         "Seconds and images/s are those of training, without tests. κ, the share of the last fifth of the eigenvalues in "
         "their sum, and the factor s of the Scaling Eigen Branch are medians over the test images.",
@@ -266,23 +267,21 @@ def describe_page(
     if drawn:
         curves, spectra = drawn
         parts += [
-            report.Heading("Learning"),
-            report.Figure(curves, "Test accuracy, and test and training loss, after each epoch, a line a run"),
-            report.Heading("Spectra"),
+            Heading("Learning"),
+            Figure(curves, "Test accuracy, and test and training loss, after each epoch, a line a run"),
+            Heading("Spectra"),
             "Eigenvalues λ₁ ≥ λ₂ ≥ … of the covariance of each test image's features, after training; the condition number "
             "κ is the largest over the smallest. Average pooling never sees this covariance: its spectrum is what a "
             "network makes when nothing asks for it.",
-            report.Figure(
-                spectra, "By head, the mean spectrum of the test images and the spread of their condition numbers"
-            ),
+            Figure(spectra, "By head, the mean spectrum of the test images and the spread of their condition numbers"),
         ]
     return [
         *parts,
-        report.Heading("The first test images"),
+        Heading("The first test images"),
         f"The species in bold, and what each head says{'' if one_seed else f' (seed {demo.seeds[0]})'}.",
         examples(runs, sources),
-        report.Heading("Commands"),
-        report.Commands(
+        Heading("Commands"),
+        Commands(
             [
                 f"eigengrain train --config {shlex.quote(f'{config.out}/{ARGUMENTS}')} --out runs/again   # one run again",
                 *([f"{_words(demo)} --seeds '[0,1,2]'   # every head three times"] if one_seed else []),
@@ -323,9 +322,9 @@ def run(demo: Demo) -> int:
         drawn = pictures(finished, folder)
     else:
         console.print("no pictures without matplotlib: pip install 'eigengrain[explain]'", markup=False)
-    page = report.page("Covariance heads on drawn birds", describe_page(demo, rows, finished, sources, drawn), environment)
-    html.write_text(page, encoding="utf-8")
-    console.print("", report.on_terminal(comparison(rows)), "")
+    text = page("Covariance heads on drawn birds", describe_page(demo, rows, finished, sources, drawn), environment)
+    html.write_text(text, encoding="utf-8")
+    console.print("", on_terminal(comparison(rows)), "")
     console.print(f"{time.perf_counter() - began:.0f} s in all", highlight=False)
     console.print(
         f"report: {html}   next: {'   or   '.join(next_commands(demo))}", soft_wrap=True, highlight=False, markup=False

@@ -13,6 +13,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import LogFormatter, MaxNLocator
 from numpy.typing import NDArray
 
+from eigengrain.runtime.plotting import FONTS, plain
+
 #: Okabe and Ito's colours, told apart by all kinds of colour vision, and a marker each for print
 _STYLES = (
     ("#000000", "o"),
@@ -23,18 +25,10 @@ _STYLES = (
     ("#CC79A7", "P"),
     ("#56B4E9", "X"),
 )
-_FONTS = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8}
 
 #: (epochs, values) of one run
 Curve = tuple[Sequence[int], Sequence[float]]
 Spectra = NDArray[np.float64]
-
-
-def _plain(axes: Axes, title: str) -> None:
-    axes.set_title(title, loc="left")
-    axes.grid(axis="y", color="#e5e5e5", linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _lines(axes: Axes, curves: Mapping[str, Sequence[Curve]], line: str = "-", marked: bool = True) -> None:
@@ -60,7 +54,7 @@ def draw_curves(
     path: Path,
 ) -> None:
     """Test accuracy and losses against the epoch, by head, at the width of a page."""
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.4, 3.0), layout="constrained")
         left, right = figure.subplots(1, 2)
         _lines(left, accuracy)
@@ -73,7 +67,7 @@ def draw_curves(
         for axes, title in ((left, "test accuracy, %"), (right, "loss: test images (lines), training images (dotted)")):
             axes.set_xlabel("epoch")
             axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-            _plain(axes, title)
+            plain(axes, title=title)
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.savefig(path, dpi=200)
@@ -86,7 +80,7 @@ def draw_spectra(spectra: Mapping[str, Spectra], conditions: Mapping[str, Spectr
         spectra: of each head, λ_i/λ_1 above 0, (n, d) descending.
         conditions: of each head, log10 of the condition number, (n,).
     """
-    with matplotlib.rc_context(_FONTS):
+    with matplotlib.rc_context(FONTS):
         figure = Figure(figsize=(7.4, 3.0), layout="constrained")
         left, right = figure.subplots(1, 2)
         for (head, values), (colour, marker) in zip(spectra.items(), cycle(_STYLES), strict=False):
@@ -95,7 +89,7 @@ def draw_spectra(spectra: Mapping[str, Spectra], conditions: Mapping[str, Spectr
             left.plot(number, mean, color=colour, marker=marker, markersize=3, markevery=8, linewidth=1.2, label=head)
         left.set_yscale("log")
         left.set_xlabel("number i of the eigenvalue")
-        _plain(left, "eigenvalues λᵢ/λ₁, geometric mean of the test images")
+        plain(left, title="eigenvalues λᵢ/λ₁, geometric mean of the test images")
         boxes = right.boxplot(
             list(conditions.values()),
             tick_labels=list(conditions),
@@ -107,7 +101,7 @@ def draw_spectra(spectra: Mapping[str, Spectra], conditions: Mapping[str, Spectr
         )
         for box, (colour, _) in zip(boxes["boxes"], cycle(_STYLES), strict=False):
             box.set(facecolor=colour, edgecolor="#222222")
-        _plain(right, "log₁₀ of the condition number, whiskers 5 % to 95 %")
+        plain(right, title="log₁₀ of the condition number, whiskers 5 % to 95 %")
         handles, labels = left.get_legend_handles_labels()
         figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
         figure.savefig(path, dpi=200)

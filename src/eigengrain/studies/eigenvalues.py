@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from eigengrain.runtime.page import Cell, TableData
 from eigengrain.studies.accuracy import NOT_RUN
 from eigengrain.studies.analyses import large_and_small, paper_subsets, subsets_of
 from eigengrain.studies.jobs import Record
@@ -18,7 +19,6 @@ from eigengrain.studies.published import (
     TABLE_10,
     TITLES,
 )
-from eigengrain.studies.report import Cell, TableData
 from eigengrain.studies.study import Findings, Row, Setup, data_title, where_run
 
 METHODS = {"mpncov": "MPN-COV", "mpncov+seb": "MPN-COV + SEB"}

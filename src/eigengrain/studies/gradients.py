@@ -19,10 +19,11 @@ from eigengrain.functional import GRADIENTS, sqrt_covariance
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe
+from eigengrain.runtime.page import Cell, Part, TableData, page
 from eigengrain.runtime.records import writable, write_csv
-from eigengrain.studies import report
 from eigengrain.studies.config import GradientTour
 from eigengrain.studies.features import Factors, equal_eigenvalues, with_spectrum
+from eigengrain.studies.report import on_terminal
 
 Row = dict[str, Any]
 
@@ -145,18 +146,18 @@ def _short(value: float) -> str:
 _ROUNDING = 1e-9
 
 
-def tables(shown: dict[str, dict[str, tuple[float, float]]]) -> list[report.TableData]:
+def tables(shown: dict[str, dict[str, tuple[float, float]]]) -> list[TableData]:
     """The two tables: error, and ratio to the bound; what is not finite or above the bound is bad."""
     heads = ["rule", *next(iter(shown.values()))]
 
-    def mark(value: float, limit: float) -> report.Cell:
-        return report.Cell(_short(value), bad=not value <= limit)
+    def mark(value: float, limit: float) -> Cell:
+        return Cell(_short(value), bad=not value <= limit)
 
-    errors = [[report.Cell(rule), *(mark(e, 1.0) for e, _ in row.values())] for rule, row in shown.items()]
-    ratios = [[report.Cell(rule), *(mark(r, 1.0 + _ROUNDING) for _, r in row.values())] for rule, row in shown.items()]
+    errors = [[Cell(rule), *(mark(e, 1.0) for e, _ in row.values())] for rule, row in shown.items()]
+    ratios = [[Cell(rule), *(mark(r, 1.0 + _ROUNDING) for _, r in row.values())] for rule, row in shown.items()]
     return [
-        report.TableData("relative error of ∂l/∂X, by κ(P)", heads, errors),
-        report.TableData("‖∂l/∂X‖ over its bound √(2/N)·‖∂l/∂Q‖, by κ(P)", heads, ratios),
+        TableData("relative error of ∂l/∂X, by κ(P)", heads, errors),
+        TableData("‖∂l/∂X‖ over its bound √(2/N)·‖∂l/∂Q‖, by κ(P)", heads, ratios),
     ]
 
 
@@ -193,10 +194,10 @@ def run(config: GradientTour) -> None:
     else:
         console.print("no picture without matplotlib: pip install 'eigengrain[explain]'", markup=False)
     data = tables(shown)
-    parts: list[report.Part] = [*HOW_TO_READ, *pictures, *data]
-    page = report.page("Gradients of the square root of a covariance", parts, environment)
-    html_path.write_text(page, encoding="utf-8")
+    parts: list[Part] = [*HOW_TO_READ, *pictures, *data]
+    text = page("Gradients of the square root of a covariance", parts, environment)
+    html_path.write_text(text, encoding="utf-8")
     for table in data:
-        console.print(report.on_terminal(table), "")
+        console.print(on_terminal(table), "")
     console.print(f"report: {html_path}   next: make test, eigengrain bench functional", soft_wrap=True, highlight=False)
     output.result({"rows": rows, "environment": environment, "files": [csv_path, *pictures, html_path]}, [html_path])

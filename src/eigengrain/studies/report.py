@@ -1,11 +1,9 @@
-"""What studies show: the parts of a page, and their tables on the terminal."""
+"""The tables of pages on the terminal."""
 
 from rich.markup import escape
 from rich.table import Table
 
-from eigengrain.runtime.page import Cell, Commands, Figure, Gallery, Heading, Part, TableData, Tile, page
-
-__all__ = ["Cell", "Commands", "Figure", "Gallery", "Heading", "Part", "TableData", "Tile", "on_terminal", "page"]
+from eigengrain.runtime.page import TableData
 
 
 def on_terminal(data: TableData) -> Table:

@@ -9,9 +9,9 @@ from typing import Any
 from eigengrain.bench import step
 from eigengrain.bench.config import StepBench
 from eigengrain.runtime.environment import describe, pick_device
+from eigengrain.runtime.page import Cell, TableData
 from eigengrain.studies.accuracy import NOT_RUN
 from eigengrain.studies.jobs import write_record
-from eigengrain.studies.report import Cell, TableData
 from eigengrain.studies.settings import SMOKE_CHANNELS, SMOKE_IMAGES
 from eigengrain.studies.study import Findings, Setup, where_run
 

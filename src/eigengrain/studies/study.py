@@ -8,11 +8,11 @@ from typing import Any
 
 from eigengrain.data.cache import Decoded
 from eigengrain.errors import unknown_name
+from eigengrain.runtime.page import TableData
 from eigengrain.studies.comparison import best_rate, final_jobs, rate_jobs, with_head
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.jobs import Job, Record, read_record
 from eigengrain.studies.published import TITLES
-from eigengrain.studies.report import TableData
 from eigengrain.studies.settings import NETWORKS, SMOKE_CHANNELS, base, with_reduction
 from eigengrain.training.config import Train
 

@@ -15,6 +15,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from eigengrain.runtime.plotting import FONTS, plain
+
 #: Okabe and Ito's colours, told apart by all kinds of colour vision, and a marker each for print
 _STYLES = (
     ("#0072B2", "o"),
@@ -25,7 +27,7 @@ _STYLES = (
     ("#56B4E9", "P"),
     ("#000000", "X"),
 )
-_FONTS = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 7.5}
+_FONTS = FONTS | {"legend.fontsize": 7.5}
 _PAPER: dict[str, Any] = {"marker": "o", "mfc": "white", "mec": "#444444", "color": "#444444", "linestyle": "none"}
 
 Curve = tuple[Sequence[int], Sequence[float]]
@@ -38,13 +40,6 @@ class Dots:
     label: str
     printed: float | None
     ours: dict[str, list[float]] = field(default_factory=dict)
-
-
-def _plain(axes: Axes, title: str, grid: str = "y") -> None:
-    axes.set_title(title, loc="left")
-    axes.grid(axis=grid, color="#e5e5e5", linewidth=0.6)  # type: ignore[arg-type]
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]]:
@@ -81,7 +76,7 @@ def draw_dots(panels: Mapping[str, Sequence[Dots]], what: str, path: Path) -> No
             each.set_yticks(range(len(lines)), [dots.label for dots in reversed(lines)] if place == 0 else [])
             each.set_ylim(-0.6, len(lines) - 0.4)
             each.set_xlabel(what if place == len(panels) // 2 else "")
-            _plain(each, title, "both")
+            plain(each, "both", title)
         _legend(figure, axes)
         figure.savefig(path, dpi=200)
 
@@ -100,7 +95,7 @@ def draw_histograms(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], peak:
             top.axvline(math.log10(peak), color="#666666", linewidth=0.9, linestyle=":", label="peak in the paper")
             top.set_xlabel("log₁₀ λ")
             top.set_ylim(bottom=0)
-            _plain(top, f"{title}: eigenvalues, share")
+            plain(top, title=f"{title}: eigenvalues, share")
             _conditions(bottom, methods)
         _legend(figure, grid[0])
         figure.savefig(path, dpi=200)
@@ -113,7 +108,7 @@ def _conditions(axes: Axes, methods: Mapping[str, Mapping[str, Any]]) -> None:
             each = values["log10_condition_of_images"]
             axes.plot(np.arange(len(each)), each, ".", markersize=1.5 if len(each) > 500 else 4, color=colour)
         axes.set_xlabel("test image")
-        _plain(axes, "log₁₀ κ(P) of each image")
+        plain(axes, title="log₁₀ κ(P) of each image")
         return
     for place, ((name, values), (colour, _)) in enumerate(zip(methods.items(), _STYLES, strict=False)):
         low, lower, middle, upper, high = values["log10_condition"]
@@ -122,7 +117,7 @@ def _conditions(axes: Axes, methods: Mapping[str, Mapping[str, Any]]) -> None:
         drawn["boxes"][0].set(facecolor=colour, alpha=0.5)
         drawn["medians"][0].set(color="#222222")
     axes.set_xlim(-0.7, len(methods) - 0.3)
-    _plain(axes, "log₁₀ κ(P) of the images, whiskers 5 % to 95 %")
+    plain(axes, title="log₁₀ κ(P) of the images, whiskers 5 % to 95 %")
 
 
 def draw_subsets(panels: Mapping[str, Mapping[str, Sequence[float]]], order: Sequence[str], path: Path) -> None:
@@ -140,7 +135,7 @@ def draw_subsets(panels: Mapping[str, Mapping[str, Sequence[float]]], order: Seq
                     each.plot(values, heights, marker, color=colour, label=name)
             each.set_yticks(heights, order if each is axes[0] else [])
             each.set_xlabel("test accuracy, %")
-            _plain(each, title, "both")
+            plain(each, "both", title)
         _legend(figure, axes)
         figure.savefig(path, dpi=200)
 
@@ -178,7 +173,7 @@ def draw_truncation(
                 axes.set_xlabel("truncated eigenvalues" if curves is parts[0] else "epoch")
                 axes.set_visible(bool(curves))
                 _whole_numbers(axes, curves.values())
-                _plain(axes, said)
+                plain(axes, title=said)
         _legend(figure, [axes for row in grid for axes in row])
         figure.savefig(path, dpi=200)
 
@@ -236,7 +231,7 @@ def draw_curves(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[Curve]]]
                     _line(axes, None if turn else name, drawn, style)
             axes.set_xlabel("epoch")
             _whole_numbers(axes, [drawn for curves in lines.values() for drawn in curves])
-            _plain(axes, f"{data}: {title}")
+            plain(axes, title=f"{data}: {title}")
         for axes in every[len(flat) :]:
             axes.set_visible(False)
         _legend(figure, every)
