@@ -28,18 +28,18 @@ def two(epochs=1):
 
 
 def test_each_job_is_done_once(drawn, trained_runs, tmp_path):
-    first = run_jobs(two(), tmp_path)
+    first = run_jobs(two, tmp_path)
     assert trained_runs == ["seed0", "seed1"]
-    assert run_jobs(two(), tmp_path) == first
+    assert run_jobs(two, tmp_path) == first
     assert trained_runs == ["seed0", "seed1"]
     (tmp_path / "records" / "seed1.json").unlink()
-    again = run_jobs(two(), tmp_path)
+    again = run_jobs(two, tmp_path)
     assert again["seed1"]["analyses"] == first["seed1"]["analyses"]
 
 
 def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, monkeypatch):
     """The other one holds the first job, and ends it while this one waits."""
-    other = run_jobs(two()[:1], tmp_path / "other")
+    other = run_jobs(lambda: two()[:1], tmp_path / "other")
     trained_runs.clear()
     with ExitStack() as stack:
         assert stack.enter_context(claims.claimed(tmp_path, "seed0"))
@@ -49,7 +49,7 @@ def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, m
             stack.close()
 
         monkeypatch.setattr(jobs.time, "sleep", the_other_ends)
-        found = run_jobs(two(), tmp_path)
+        found = run_jobs(two, tmp_path)
     assert trained_runs == ["seed1"]
     assert found["seed0"] == other["seed0"]
 
@@ -67,7 +67,7 @@ def test_two_processes_share_a_study(tmp_path):
 
 
 def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_path):
-    record = run_jobs(two(epochs=2)[:1], tmp_path)["seed0"]
+    record = run_jobs(lambda: two(epochs=2)[:1], tmp_path)["seed0"]
     text = (tmp_path / "records" / "seed0.json").read_text()
     assert json.loads(text) == record
     assert str(tmp_path) not in text
@@ -90,23 +90,35 @@ def test_an_interrupted_study_goes_on(drawn, trained_runs, tmp_path, monkeypatch
 
     monkeypatch.setattr(jobs, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
-        run_jobs(two(), tmp_path)
+        run_jobs(two, tmp_path)
     monkeypatch.setattr(jobs, "train", real)
-    assert set(run_jobs(two(), tmp_path)) == {"seed0", "seed1"}
+    assert set(run_jobs(two, tmp_path)) == {"seed0", "seed1"}
     assert trained_runs == ["seed0", "seed1"]
 
 
 def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
-    run_jobs(two()[:1], tmp_path)
+    run_jobs(lambda: two()[:1], tmp_path)
     with pytest.raises(ValueError, match=r"seed0.json is of a run with other options \(epochs\)"):
-        run_jobs(two(epochs=2)[:1], tmp_path)
+        run_jobs(lambda: two(epochs=2)[:1], tmp_path)
     (tmp_path / "records" / "seed0.json").write_text("{}")
     with pytest.raises(ValueError, match="is not a record of a run"):
-        run_jobs(two()[:1], tmp_path)
+        run_jobs(lambda: two()[:1], tmp_path)
+
+
+def test_a_training_that_diverges_is_a_result_and_the_others_go_on(drawn, trained_runs, tmp_path):
+    first, second = two()
+    wild = replace(first.config, optimiser=replace(first.config.optimiser, lr=1e30))
+    jobs_of_it = [replace(first, config=wild), second]
+    found = run_jobs(lambda: jobs_of_it, tmp_path)
+    assert found["seed0"]["diverged"] == "features are NaN or infinite in epoch 1 at batch 2 of 5"
+    assert (found["seed0"]["scores"], found["seed0"]["epoch"], found["seed0"]["analyses"]) == ({}, None, {})
+    assert found["seed1"]["scores"]
+    assert run_jobs(lambda: jobs_of_it, tmp_path) == found
+    assert trained_runs == ["seed0", "seed1"]
 
 
 def test_no_job_begins_that_would_end_too_late(drawn, trained_runs, tmp_path):
-    assert set(run_jobs(two(), tmp_path, seconds=1e-3)) == {"seed0"}  # how long one takes is not known before the first
+    assert set(run_jobs(two, tmp_path, seconds=1e-3)) == {"seed0"}  # how long one takes is not known before the first
 
 
 def test_the_rate_with_the_best_validation_accuracy_is_trained_on_everything(drawn, tmp_path):
@@ -120,10 +132,12 @@ def test_the_rate_with_the_best_validation_accuracy_is_trained_on_everything(dra
     assert rate == 5
     records[tried[0].name]["scores"]["val_top1"] = 60.0
     assert best_rate(tried, records) == 1
+    records[tried[0].name]["scores"] = {}  # it diverged
+    assert best_rate(tried, records) == 5
     last = final_jobs(config, rate, seeds=(0, 1), analyses=("spectrum",))
     assert [(job.config.seed, job.analyses) for job in last] == [(0, ("spectrum",)), (1, ())]
     assert all(not job.config.data.val_fraction and job.config.optimiser.classifier_lr_scale == 5 for job in last)
     names = [job_name(job.config) for job in (*tried, *last)]
     assert len(set(names)) == 4
-    record = run_jobs(tried[:1], tmp_path)[tried[0].name]
+    record = run_jobs(lambda: tried[:1], tmp_path)[tried[0].name]
     assert 0 <= record["scores"]["val_top1"] <= 100

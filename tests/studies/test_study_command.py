@@ -229,7 +229,7 @@ def test_the_list_says_what_each_study_costs_and_how_that_is_known(capsys, tmp_p
         assert study.where in said
     assert "as stated for one NVIDIA H200" in said
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert re.search(r"\b30\s+55 min", lines["gcp-methods"])  # 5 heads: 3 rates and 3 seeds of 15 epochs each
+    assert re.search(r"\b30\s+43 min", lines["gcp-methods"])  # 5 heads: 3 rates and 3 seeds of 15 epochs each
 
 
 @pytest.mark.parametrize(

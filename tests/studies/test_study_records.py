@@ -10,7 +10,7 @@ from eigengrain.studies.analyses import subsets_of
 from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.comparison import job_name
 from eigengrain.studies.config import StudyRun
-from eigengrain.studies.cost import Speeds, cost
+from eigengrain.studies.cost import STATED, Speeds, cost
 from eigengrain.studies.jobs import described
 from eigengrain.studies.settings import NETWORKS, base
 from eigengrain.studies.study import Row, Setup
@@ -63,6 +63,18 @@ def test_weights_may_be_a_file_or_a_folder(tmp_path):
     assert base(one, "vgg16", "cub").model.weights is None
 
 
+def test_a_weights_file_says_whether_a_vgg_has_batch_normalisation(tmp_path):
+    """Its runs have the same names either way, so that records of one are found with the weights of the other."""
+    known = base(StudyRun(weights=str(tmp_path)), "vgg16", "cub")
+    assert known.model.backbone == "vgg16_bn.tv_in1k"
+    (tmp_path / "vgg16.safetensors").touch()
+    plain = base(StudyRun(weights=str(tmp_path)), "vgg16", "cub")
+    assert (plain.model.backbone, plain.model.pretrained) == ("vgg16", False)
+    (tmp_path / "vgg16_bn.safetensors").touch()
+    assert base(StudyRun(weights=str(tmp_path)), "vgg16", "cub").model.backbone == "vgg16_bn"
+    assert job_name(plain) == job_name(known) == "vgg16-mpncov-x20-e15-all-s0"
+
+
 @pytest.mark.parametrize("scale", ["small", "paper"])
 def test_every_row_has_a_run_at_every_scale_and_no_two_share_a_name(scale, tmp_path):
     setup = setup_of(tmp_path, scale=scale)
@@ -106,6 +118,30 @@ def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
     assert shown([score]) == "81.2 (80.0 to 82.0, 3 runs, ×10)"
 
 
+def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
+    """Downwards and upwards by factors of three, until the best rate has worse ones on both sides."""
+    for edge, values, beyond in (("low", (70.0, 60.0, 50.0), (1.0, 1 / 3)), ("high", (50.0, 60.0, 70.0), (60.0, 180.0))):
+        setup = setup_of(tmp_path / edge)
+        for job, top1 in zip(setup.jobs(BIRDS, "fair"), values, strict=True):
+            record(setup, job, top1)
+        assert setup.scores(BIRDS, "fair") == []
+        for rate, top1 in zip(beyond, (75.0, 72.0), strict=True):
+            further = setup.jobs(BIRDS, "fair")[-1]
+            assert further.config.optimiser.classifier_lr_scale == pytest.approx(rate)
+            assert further.config.data.val_fraction == 0.1
+            record(setup, further, top1)
+        finals = setup.jobs(BIRDS, "fair")[5:]
+        assert [job.config.optimiser.classifier_lr_scale for job in finals] == [beyond[0]] * 3
+        assert not any(job.config.data.val_fraction for job in finals)
+
+
+def test_no_rate_is_tried_beyond_the_bounds(tmp_path):
+    setup = setup_of(tmp_path, rates=[0.15, 900.0])
+    for job, top1 in zip(setup.jobs(BIRDS, "fair"), (70.0, 60.0), strict=True):
+        record(setup, job, top1)
+    assert [job.config.optimiser.classifier_lr_scale for job in setup.jobs(BIRDS, "fair")] == [0.15, 900.0, *[0.15] * 3]
+
+
 def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
     setup = setup_of(tmp_path)
     config = setup.config(BIRDS)
@@ -121,6 +157,26 @@ def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
     assert any("no comparison" in note for note in found.notes)
 
 
+def test_runs_that_diverged_are_shown_as_that(tmp_path):
+    """A rate that diverged is not chosen; a row whose runs all did has no number, and none is made up."""
+    setup = setup_of(tmp_path)
+    tried = setup.jobs(BIRDS, "fair")
+    for job, top1 in zip(tried, (60.0, 70.0, None), strict=True):
+        record(setup, job, top1, **({} if top1 else {"scores": {}, "diverged": "the loss is nan in epoch 1"}))
+    finals = setup.jobs(BIRDS, "fair")[len(tried) :]
+    assert [job.config.optimiser.classifier_lr_scale for job in finals] == [10.0] * 3
+    record(setup, finals[0], None, scores={})
+    found = accuracy_findings(setup, [BIRDS])
+    assert found.tables[0].rows[0][2].text == "diverged (1 run, ×10)"
+    assert (found.rows[0]["fair_protocol_mean"], found.rows[0]["fair_protocol_n"]) == ("diverged", 0)
+    assert found.draw is None
+    record(setup, finals[1], 80.0)
+    found = accuracy_findings(setup, [BIRDS])
+    assert found.tables[0].rows[0][2].text == "80.0 (1 run and 1 that diverged, ×10)"
+    assert found.rows[0]["fair_protocol_mean"] == 80.0
+    found.draw(tmp_path / "figure.png")
+
+
 def test_a_report_takes_records_of_other_weights_and_a_study_that_trains_does_not(tmp_path):
     setup = setup_of(tmp_path)
     elsewhere = replace(setup, options=replace(setup.options, weights="resnet50.safetensors"), bases={})
@@ -134,10 +190,10 @@ def test_a_report_takes_records_of_other_weights_and_a_study_that_trains_does_no
 def test_curves_come_from_runs_that_are_tested_each_epoch(tmp_path):
     setup = setup_of(tmp_path)
     row = replace(BIRDS, curve=True)
-    for job in setup.jobs(row, "fair"):
-        record(setup, job, 70.0)
+    for job, top1 in zip(setup.jobs(row, "fair"), (60.0, 70.0, 70.0), strict=True):
+        record(setup, job, top1)
     last = setup.jobs(row, "fair")[3:]
-    assert [job.name for job in last] == ["resnet50-mpncov-curve-x3-e15-all-s0"]
+    assert [job.name for job in last] == ["resnet50-mpncov-curve-x10-e15-all-s0"]
     assert last[0].config.eval_every == 1
     best = setup.jobs(row, "paper")
     assert best[0].name == "resnet50-mpncov-x20-e15-all-best-s0"
@@ -184,7 +240,7 @@ def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
     images = 2 * 15 * (3 * 0.9 * 5994 + 5994)  # two heads, three rates without the validation images, one seed
     assert said.runs == 8
     assert said.known == "stated"
-    assert said.seconds == pytest.approx(images / 780, rel=1e-6)
+    assert said.seconds == pytest.approx(images / STATED["small"], rel=1e-6)
     for job in setup.jobs(BIRDS, "fair")[:1]:
         record(setup, job, 70.0)
     again = cost(study, setup, Speeds(setup, measured=False))

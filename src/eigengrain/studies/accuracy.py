@@ -23,9 +23,12 @@ from eigengrain.studies.settings import NETWORKS
 from eigengrain.studies.study import Findings, Row, Score, Setup, data_title, titled, where_run
 
 NOT_RUN = "not run"
+DIVERGED = "diverged"
+#: 1 + ‖QSᵀ‖ in the median over the test images of Birds, rounded
+TYPICAL_FACTOR = 4.0
 PROTOCOLS = {
-    "fair": "fair: each method at its own best classifier rate (×) of the grid, chosen on 10 % of the training images, "
-    "then trained on all of them, last epoch.",
+    "fair": "fair: each method at its own best classifier rate (×) of the grid, which goes on by factors of three while "
+    "its edge is best, chosen on 10 % of the training images, then trained on all of them, last epoch.",
     "paper": "paper's protocol: one classifier rate for all, the best test epoch, which flatters every method.",
 }
 SMOKE_NOTE = (
@@ -69,17 +72,23 @@ def architectures(setup: Setup) -> list[Row]:
     return _from_table(TABLE_5, FINE_GRAINED, [("densenet169", head) for head in ("isqrt", "mpncov", "mpncov+seb")])
 
 
-def _ablation(table: Mapping[str, tuple[float, ...]], heads: Mapping[str, tuple[str, dict[str, object]]]) -> list[Row]:
-    return [
-        Row(data, "resnet50", method, *heads[method], printed=printed[place], core=True)
-        for place, data in enumerate(FINE_GRAINED)
-        for method, printed in table.items()
-    ]
+#: a head and its options
+Setting = tuple[str, dict[str, object]]
+
+
+def _ablation(table: Mapping[str, tuple[float, ...]], heads: Mapping[str, Setting]) -> list[Row]:
+    """A row for each head on each data set; one that the paper does not have has no printed number."""
+    rows = []
+    for place, data in enumerate(FINE_GRAINED):
+        for method, (head, options) in heads.items():
+            printed = table[method][place] if method in table else None
+            rows.append(Row(data, "resnet50", method, head, options, printed, core=True))
+    return rows
 
 
 def paths(setup: Setup) -> list[Row]:
     """Table 6."""
-    heads: dict[str, tuple[str, dict[str, object]]] = {
+    heads: dict[str, Setting] = {
         "Q": ("mpncov", {}),
         "‖QSᵀ‖·Q": ("mpncov+seb", {"path": "scaled"}),
         "‖QSᵀ‖·Q + Q": ("mpncov+seb", {}),
@@ -88,11 +97,11 @@ def paths(setup: Setup) -> list[Row]:
 
 
 def factors(setup: Setup) -> list[Row]:
-    """Table 7."""
+    """Table 7, without a factor, and with a constant that is as large as 1 + ‖QSᵀ‖ is on Birds."""
     names = dict(zip(TABLE_7, ("constant", "mlp-eigenvalues", "mlp-matrix", "s", "q"), strict=False))
-    heads: dict[str, tuple[str, dict[str, object]]] = {
-        method: ("mpncov+seb", {"factor": names[method]} if method in names else {}) for method in TABLE_7
-    }
+    heads: dict[str, Setting] = {"no factor": ("mpncov", {})}
+    heads |= {f"constant {TYPICAL_FACTOR:g}": ("mpncov+seb", {"factor": "constant", "constant": TYPICAL_FACTOR})}
+    heads |= {method: ("mpncov+seb", {"factor": names[method]} if method in names else {}) for method in TABLE_7}
     return _ablation(TABLE_7, heads)
 
 
@@ -131,13 +140,19 @@ def shown(scores: Sequence[Score], digits: int = 1) -> str:
     Example:
         >>> shown([Score(10, True, (81.5, 82.5))]), shown([])
         ('82.0 (81.5 to 82.5, 2 runs, ×10)', 'not run')
+        >>> shown([Score(3, True, (), diverged=1)]), shown([Score(3, True, (80.0,), diverged=1)])
+        ('diverged (1 run, ×3)', '80.0 (1 run and 1 that diverged, ×3)')
     """
     said = []
     for score in scores:
+        mean = f"{score.mean:.{digits}f}" if score.values else DIVERGED
         spread = f"{min(score.values):.{digits}f} to {max(score.values):.{digits}f}, " if len(score.values) > 1 else ""
-        runs = f"{len(score.values)} run{'s' if len(score.values) > 1 else ''}"
+        number = len(score.values) or score.diverged
+        runs = f"{number} run{'s' if number > 1 else ''}"
+        if score.values and score.diverged:
+            runs += f" and {score.diverged} that {DIVERGED}"
         rate = f"×{score.rate:g}{' not chosen' if score.chosen is False else ''}"
-        said.append(f"{score.mean:.{digits}f} ({spread}{runs}, {rate})")
+        said.append(f"{mean} ({spread}{runs}, {rate})")
     return "; ".join(said) or NOT_RUN
 
 
@@ -157,14 +172,14 @@ def csv_row(setup: Setup, row: Row, scores: Mapping[str, Sequence[Score]]) -> di
         score = scores[protocol][-1] if scores[protocol] else None
         values: dict[str, object] = {"mean": NOT_RUN, "low": "", "high": "", "n": 0, "rate": "", "rate_chosen": ""}
         if score is not None:
-            values = {
-                "mean": round(score.mean, 4),
-                "low": round(min(score.values), 4),
-                "high": round(max(score.values), 4),
-                "n": len(score.values),
-                "rate": score.rate,
-                "rate_chosen": "" if score.chosen is None else int(score.chosen),
-            }
+            chosen = "" if score.chosen is None else int(score.chosen)
+            values |= {"mean": DIVERGED, "n": len(score.values), "rate": score.rate, "rate_chosen": chosen}
+            if score.values:
+                values |= {
+                    "mean": round(score.mean, 4),
+                    "low": round(min(score.values), 4),
+                    "high": round(max(score.values), 4),
+                }
         found |= {f"{protocol}_protocol_{key}": value for key, value in values.items()}
     records = [record for protocol in ("fair", "paper") for _, _, each in setup.results(row, protocol) for record in each]
     return found | where_run(records[0] if records else None)
@@ -199,11 +214,13 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
         panels: dict[str, list[Dots]] = {}
         for row, each in zip(rows, scores, strict=True):
             if row.metric == "test_top1":
-                ours = {HEADINGS[p]: list(each[p][-1].values) for p in protocols if each[p]}
+                ours = {HEADINGS[p]: list(each[p][-1].values) for p in protocols if each[p] and each[p][-1].values}
                 panels.setdefault(data_title(setup, row.data), []).append(Dots(titled(row), row.printed, ours))
         draw_dots(panels, "test accuracy, %", path)
 
-    return Findings(csv, tables, notes, draw if any(each[p] for each in scores for p in protocols) else None)
+    return Findings(
+        csv, tables, notes, draw if any(score.values for each in scores for p in protocols for score in each[p]) else None
+    )
 
 
 def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:
@@ -214,7 +231,7 @@ def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:
         for row in rows:
             if row.data == data and row.head in means:
                 scores = setup.scores(row, "fair") or setup.scores(row, "paper")
-                if scores and scores[-1].chosen is not False:
+                if scores and scores[-1].values and scores[-1].chosen is not False:
                     means[row.head][row.backbone] = scores[-1].mean
         both = [means["mpncov+seb"][b] - means["mpncov"][b] for b in means["mpncov"] if b in means["mpncov+seb"]]
         ours = f"{sum(both) / len(both):+.1f} over {len(both)} backbone{'s' if len(both) > 1 else ''}" if both else NOT_RUN

@@ -105,33 +105,22 @@ def _opens(name: str, root: str) -> bool:
 
 
 def carry_out(study: Study, setup: Setup) -> None:
-    """Train what has no record yet, stage by stage, until nothing is left or the time is over."""
+    """Measure, and train what has no record yet, until nothing is left or the time is over."""
     left = setup.seconds_left()
     if study.measure is not None and (left is None or left > 0):
         study.measure(setup)
-    while True:
-        jobs = study.plan(setup)
-        todo = [job for job in jobs if is_missing(job, setup.record(job))]
-        left = setup.seconds_left()
-        if not todo or (left is not None and left <= 0):
-            break
-        longest = max((record["seconds"] for job in jobs if (record := setup.record(job))), default=0.0)
-        if left is not None and longest > left:
-            break
-        kept = not setup.options.drop_models
+    left = setup.seconds_left()
+    if left is None or left > 0:
         run_jobs(
-            jobs,
+            lambda: study.plan(setup),
             setup.out,
             seconds=left,
-            longest=longest,
             places=setup.places[1:],
             decoded=setup.decoded,
-            keep_models=kept,
+            keep_models=not setup.options.drop_models,
         )
-        if any(is_missing(job, setup.record(job)) for job in jobs):
-            break
-    if todo:
-        output.progress().print(f"{study.name}: stopped for lack of time; the same command goes on", markup=False)
+    elif any(is_missing(job, setup.record(job)) for job in study.plan(setup)):
+        output.progress().print(f"{study.name}: no time left; the same command goes on", markup=False)
 
 
 def show_list(options: StudyRun, console: Console) -> None:

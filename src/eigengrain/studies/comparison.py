@@ -8,10 +8,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from eigengrain.studies.jobs import Job, Record
+from eigengrain.studies.settings import network_name
 from eigengrain.training.config import Train
 
 #: share of the training images that the choice of a rate is made on
 VALIDATION = 0.1
+
+#: beyond the grid rates go on by this factor while the edge is best, within these bounds
+STEP, LEAST, MOST = 3.0, 0.1, 1000.0
 
 
 def with_head(base: Train, head: str, rate: float | None = None, **options: object) -> Train:
@@ -38,7 +42,7 @@ def job_name(config: Train, suffix: str = "") -> str:
     part = ("val" if config.data.val_fraction else "all") + ("-best" if config.select == "best-test" else "")
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
     rate = f"x{config.optimiser.classifier_lr_scale:g}"
-    network = model.backbone.split(".")[0].replace(":", "-")
+    network = network_name(model.backbone).replace(":", "-")
     return f"{images}{network}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"
 
 
@@ -50,11 +54,34 @@ def rate_jobs(config: Train, rates: Sequence[float], suffix: str = "") -> list[J
 
 
 def best_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | None:
-    """The rate with the best validation accuracy in the last epoch, the lower one of equals; None until all are known."""
+    """The rate with the best validation accuracy in the last epoch, the lower one of equals; None until all are known.
+
+    Nothing is worse than a run that diverged.
+    """
     if any(job.name not in records for job in jobs):
         return None
-    best = max(jobs, key=lambda job: (records[job.name]["scores"]["val_top1"], -job.config.optimiser.classifier_lr_scale))
-    return best.config.optimiser.classifier_lr_scale
+
+    def merit(job: Job) -> tuple[float, float]:
+        return records[job.name]["scores"].get("val_top1", -1.0), -job.config.optimiser.classifier_lr_scale
+
+    return max(jobs, key=merit).config.optimiser.classifier_lr_scale
+
+
+def further_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | None:
+    """A rate beyond those that were tried if the best of them is the lowest or the highest, else None.
+
+    A grid for all heads is too low for one and too high for another: a bilinear vector of length 1 learns at a rate that
+    no covariance survives.
+    """
+    best = best_rate(jobs, records)
+    if best is None:
+        return None
+    tried = [job.config.optimiser.classifier_lr_scale for job in jobs]
+    if best == min(tried) and best / STEP >= LEAST:
+        return best / STEP
+    if best == max(tried) and best * STEP <= MOST:
+        return best * STEP
+    return None
 
 
 def final_jobs(

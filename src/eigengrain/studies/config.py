@@ -92,9 +92,11 @@ class StudyRun:
         backbones: such as [resnet50,vgg16]; all of the study by default, at scale small a few.
         heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
         seeds: of the runs that are tested; [0,1,2] by default, [0] for a smoke run and for ablations at scale small.
-        rates: from which the fair protocol chooses: the classifier's rate as a multiple of the backbone's.
-        weights: file with the weights of ResNet-50, or folder with a file for each backbone, such as resnet101.safetensors;
-            those of timm by default, which are downloaded.
+        rates: from which the fair protocol chooses: the classifier's rate as a multiple of the backbone's; if the lowest or
+            the highest is best, a third or three times of it is tried too, and so on.
+        weights: file with the weights of ResNet-50, or folder with a file for each backbone, such as resnet101.safetensors,
+            vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
+            downloaded.
         stride_on: where ResNet weights stride: 1x1 or 3x3; 1x1 with --weights and 3x3 with timm's by default.
         seconds: no run is begun that would end after so many seconds; the same command goes on later.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.

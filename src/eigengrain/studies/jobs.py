@@ -7,7 +7,7 @@ alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, wh
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from eigengrain.studies.claims import claimed
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import Process
-from eigengrain.training.loop import train
+from eigengrain.training.loop import DivergedError, train
 from eigengrain.training.sources import Sources, make_loaders, open_sources
 from eigengrain.training.telemetry import read_summary
 
@@ -88,80 +88,71 @@ def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ())
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    plan: Callable[[], Sequence[Job]],
     folder: Path,
     *,
     seconds: float | None = None,
-    longest: float = 0.0,
     places: Sequence[Path] = (),
     decoded: Decoded | None = None,
     keep_models: bool = True,
-    each: Callable[[Job, Record], object] = lambda job, record: None,
 ) -> dict[str, Record]:
     """Run the jobs that have no record yet, in order, and return the records of all that have one then.
 
     A job that was interrupted goes on from its checkpoint. Images that a cache on the device holds are decoded once.
-    Several processes may work on one folder, each with the same jobs: a job that another has begun is left to it, and its
-    record is waited for.
+    Several processes may work on one folder, each with the same plan: a job that another has begun is left to it, and its
+    record is waited for when nothing else is left to do.
 
     Args:
-        jobs: with names of their own.
+        plan: the jobs that can be named by now, with names of their own; asked again after each, since some follow from the
+            records of others.
         folder: for ``records`` and ``runs``.
         seconds: no job is begun that would, as long as the longest before it, end after this time; None for no limit.
-        longest: seconds that a job is known to take, before the first one is done.
         places: more folders of records, whose jobs are not done again.
         decoded: images on the device, shared with other calls.
         keep_models: whether the folder of a finished run keeps its model.
-        each: called with a job and its new record.
 
     Raises:
         ValueError: for options that do not fit, or a record of another run.
     """
-    if len({job.name for job in jobs}) < len(jobs):
-        raise ValueError("two jobs of the study have the same name")
-    start = time.perf_counter()
+    start, done, waits = time.perf_counter(), 0, False
     decoded = {} if decoded is None else decoded
     records = (folder / "records", *places)
-    known = {job.name: read_record(records, job) for job in jobs}
-    todo = [job for job in jobs if is_missing(job, known[job.name])]
-    number, waits = len(todo), False
     console = output.progress()
-    while todo:
-        held = []
+    while True:
+        jobs = plan()
+        if len({job.name for job in jobs}) < len(jobs):
+            raise ValueError("two jobs of the study have the same name")
+        known = {job.name: read_record(records, job) for job in jobs}
+        found = {name: record for name, record in known.items() if record is not None}
+        todo = [job for job in jobs if is_missing(job, known[job.name])]
+        if not todo:
+            return found
+        longest = max((record["seconds"] for record in found.values()), default=0.0)
+        if seconds is not None and time.perf_counter() - start + longest > seconds:
+            console.print(f"stopped for lack of time with {len(todo)} runs left: the same command goes on")
+            return found
         for job in todo:
-            begun = time.perf_counter()
-            if seconds is not None and begun - start + longest > seconds:
-                left = sum(is_missing(job, known[job.name]) for job in jobs)
-                console.print(f"stopped for lack of time with {left} runs left: the same command goes on")
-                return _found(known)
             with claimed(folder, job.name) as mine:
-                if not mine:
-                    held.append(job)
+                # another process may have ended it since the plan was made
+                if not mine or not is_missing(job, record := read_record(records, job)):
                     continue
-                known[job.name] = read_record(records, job)  # another process may have done it in the meantime
-                if not is_missing(job, known[job.name]):
-                    continue
-                console.rule(f"run {number - sum(is_missing(j, known[j.name]) for j in jobs) + 1} of {number}: {job.name}")
-                known[job.name] = record = run_job(job, folder, known[job.name], decoded)
-                longest = max(longest, time.perf_counter() - begun)
+                done += 1
+                console.rule(f"run {done} of {done + len(todo) - 1}: {job.name}")
+                run_job(job, folder, record, decoded)
                 if not keep_models:
                     shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
-                each(job, record)
-        if held and len(held) == len(todo):
+                break
+        else:
             if not waits:
-                console.print(f"waiting for {len(held)} runs of other processes")
+                console.print(f"waiting for {len(todo)} runs of other processes")
             waits = True
             time.sleep(LOOK_AGAIN)
-        todo = held
-    return _found(known)
-
-
-def _found(known: Mapping[str, Record | None]) -> dict[str, Record]:
-    return {name: record for name, record in known.items() if record is not None}
 
 
 def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decoded | None = None) -> Record:
     """Train as far as it is needed, analyse, and write the record.
+
+    That a training diverges is a result too: its record says where, and has no scores.
 
     Args:
         job: what to do.
@@ -175,17 +166,14 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
     if known is None or not (out / "model").is_dir():
         begun = time.perf_counter()
         torch.compiler.reset()  # another network of the same class: after eight of them it would be compiled no more
-        result = train(config, sources)
-        assert result is not None
+        outcome = _outcome(config, sources)
         seconds = time.perf_counter() - begun
         for checkpoint in (LAST, BEST):
             (out / checkpoint).unlink(missing_ok=True)
         record: Record = {
             "name": job.name,
             "config": described(job.config),
-            "select": result.select,
-            "epoch": result.epoch,
-            "scores": result.scores,
+            **outcome,
             "seconds": round(seconds, 1),
             "epochs": read_summary(out / "summary.csv"),
             "environment": describe(pick_device(config.device)),
@@ -197,12 +185,23 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
     # a network that had to be trained again is analysed again as a whole
     wanted = dict.fromkeys((*(known["analyses"] if known else ()), *job.analyses))
     missing = [name for name in wanted if name not in record["analyses"]]
-    if missing:
+    if missing and record["scores"]:
         trained = _trained(config, sources, out / "model")
         for name in missing:
             record["analyses"][name] = ANALYSES[name](trained)
             write_record(record, folder)
     return record
+
+
+def _outcome(config: Train, sources: Sources) -> Record:
+    """What a training comes to: its scores, or where it diverged."""
+    try:
+        result = train(config, sources)
+    except DivergedError as error:
+        output.progress().print(f"diverged, and recorded so: {error.where}", markup=False)
+        return {"select": config.select, "epoch": None, "scores": {}, "diverged": error.where}
+    assert result is not None
+    return {"select": result.select, "epoch": result.epoch, "scores": result.scores}
 
 
 def write_record(record: Record, folder: Path) -> None:
@@ -214,7 +213,9 @@ def write_record(record: Record, folder: Path) -> None:
 
 def is_missing(job: Job, record: Record | None) -> bool:
     """Whether a job has to be run, or an analysis of it."""
-    return record is None or any(name not in record["analyses"] for name in job.analyses)
+    if record is None:
+        return True
+    return bool(record["scores"]) and any(name not in record["analyses"] for name in job.analyses)
 
 
 def _trained(config: Train, sources: Sources, folder: Path) -> Trained:

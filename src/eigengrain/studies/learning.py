@@ -28,7 +28,7 @@ def first_records(setup: Setup, row: Row, complete: bool = False) -> list[Record
     """Of the seeds of a row, under the fair protocol if it was run; ``complete`` are those with a test each epoch."""
     for protocol in ("fair", "paper"):
         for _, _, records in setup.results(row, protocol):
-            found = [r for r in records if not complete or len(curve(r, "test_top1")[0]) == len(r["epochs"])]
+            found = [r for r in records if not complete or len(curve(r, "test_top1")[0]) == len(r["epochs"]) > 0]
             if found:
                 return found
     return []
@@ -86,11 +86,8 @@ def truncation_findings(setup: Setup) -> Findings:
             for words in GRADIENTS.values():
                 mine = [row for row in rows if row.data == data and row.method.endswith(words)]
                 records = [first_records(setup, row) for row in mine]
-                values = {
-                    count: sum(r["scores"]["test_top1"] for r in each) / len(each)
-                    for count, each in zip(counts, records, strict=True)
-                    if each
-                }
+                top1 = [[r["scores"]["test_top1"] for r in each if r["scores"]] for each in records]
+                values = {count: sum(each) / len(each) for count, each in zip(counts, top1, strict=True) if each}
                 if values:
                     lines[words] = list(values), list(values.values())
                 if records[-1]:

@@ -25,6 +25,7 @@ class Network:
         last_stride: 1 takes the last halving of the map out.
         cost: of a training step beside that of ResNet-50, a rough guess.
         resnet: whether it has weights of two kinds, see ``Model.stride_on``.
+        plain: its name in timm without batch normalisation, for a weights file of that name.
     """
 
     title: str
@@ -33,10 +34,16 @@ class Network:
     last_stride: int | None
     cost: float
     resnet: bool = False
+    plain: str | None = None
+
+    @property
+    def architecture(self) -> str:
+        """Its name in timm, whatever the weights."""
+        return self.timm.split(".")[0]
 
 
 NETWORKS = {
-    "vgg16": Network("VGG-16", "vgg16_bn.tv_in1k", None, 1, 2.5),
+    "vgg16": Network("VGG-16", "vgg16_bn.tv_in1k", None, 1, 2.5, plain="vgg16"),
     "resnet50": Network("ResNet-50", "resnet50.tv_in1k", 256, 1, 1.0, resnet=True),
     "resnet101": Network("ResNet-101", "resnet101.tv_in1k", 256, 1, 1.7, resnet=True),
     "resnet152": Network("ResNet-152", "resnet152.tv_in1k", 256, 1, 2.4, resnet=True),
@@ -89,6 +96,20 @@ def base(options: StudyRun, backbone: str, dataset: str) -> Train:
     if options.scale != "smoke":
         run = replace(run, data=replace(run.data, root=options.data))
     return replace(run, device=options.device, workers=0 if options.scale == "smoke" else options.workers)
+
+
+def network_name(backbone: str) -> str:
+    """The name that studies have for a backbone, whatever weights it has; its own if it is none of theirs.
+
+    Example:
+        >>> network_name("resnet50.tv_in1k"), network_name("vgg16"), network_name("plumage_net")
+        ('resnet50', 'vgg16', 'plumage_net')
+    """
+    architecture = backbone.split(".")[0]
+    for name, network in NETWORKS.items():
+        if architecture in (network.architecture, network.plain):
+            return name
+    return architecture
 
 
 def with_reduction(run: Train) -> Train:
@@ -156,7 +177,7 @@ def _network(options: StudyRun, backbone: str) -> Mapping[str, Any]:
     network = NETWORKS[backbone]
     weights = _weights(options, backbone)
     found: dict[str, Any] = {
-        "backbone": network.timm if weights is None else network.timm.split(".")[0],
+        "backbone": network.timm if weights is None else _architecture(network, weights),
         "reduce": network.reduce,
         "last_stride": network.last_stride,
         "weights": weights,
@@ -176,4 +197,13 @@ def _weights(options: StudyRun, backbone: str) -> str | None:
     place = Path(options.weights).expanduser()
     if not place.is_dir():
         return options.weights if backbone == "resnet50" else None
-    return next((str(file) for file in sorted(place.glob(f"{backbone}.*")) if file.is_file()), None)
+    for name in (NETWORKS[backbone].architecture, backbone):
+        for file in sorted(place.glob(f"{name}.*")):
+            if file.is_file():
+                return str(file)
+    return None
+
+
+def _architecture(network: Network, weights: str) -> str:
+    """The name in timm that fits a file."""
+    return network.plain if network.plain == Path(weights).stem else network.architecture

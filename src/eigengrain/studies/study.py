@@ -9,7 +9,7 @@ from typing import Any
 from eigengrain.data.cache import Decoded
 from eigengrain.errors import unknown_name
 from eigengrain.runtime.page import TableData
-from eigengrain.studies.comparison import best_rate, final_jobs, rate_jobs, with_head
+from eigengrain.studies.comparison import best_rate, final_jobs, further_rate, rate_jobs, with_head
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.jobs import Job, Record, read_record
 from eigengrain.studies.published import TITLES
@@ -65,14 +65,17 @@ class Score:
         rate: of the classifier.
         chosen: whether the rate was chosen on validation images; None where the protocol does not choose.
         values: one a seed.
+        diverged: runs without a value, since their loss was no number any more.
     """
 
     rate: float
     chosen: bool | None
     values: tuple[float, ...]
+    diverged: int = 0
 
     @property
     def mean(self) -> float:
+        """Of the runs that have a value; there must be one."""
         return sum(self.values) / len(self.values)
 
 
@@ -180,10 +183,14 @@ class Setup:
         return [*tried, *self.finals(row, config, rate, seeds, suffix)]
 
     def tried(self, row: Row, suffix: str, config: Train) -> list[Job]:
-        """Runs by which a rate is chosen."""
+        """Runs by which a rate is chosen, as far as they can be named by now."""
         if row.rate_of is not None:
             config = self.config(row, row.rate_of)
-        return rate_jobs(config, self.rates, suffix)
+        jobs = rate_jobs(config, self.rates, suffix)
+        if self.options.scale != "smoke":
+            while (rate := further_rate(jobs, self._known(jobs))) is not None:
+                jobs += rate_jobs(config, [rate], suffix)
+        return jobs
 
     def finals(self, row: Row, config: Train, rate: float, seeds: Sequence[int], suffix: str = "") -> list[Job]:
         """Runs on all images at a rate."""
@@ -220,8 +227,11 @@ class Setup:
 
     def scores(self, row: Row, protocol: str) -> list[Score]:
         """Accuracies of a row under a protocol; of several rates only while none is chosen."""
-        found = self.results(row, protocol)
-        return [Score(rate, chosen, tuple(r["scores"][row.metric] for r in records)) for rate, chosen, records in found]
+        found = []
+        for rate, chosen, records in self.results(row, protocol):
+            values = tuple(record["scores"][row.metric] for record in records if record["scores"])
+            found.append(Score(rate, chosen, values, len(records) - len(values)))
+        return found
 
     def analysis(self, row: Row, name: str) -> tuple[Record, dict[str, Any]] | None:
         """The record of a row with an analysis, and what that found; of the fair protocol if there are both."""

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from eigengrain.data.randomness import derive
-from eigengrain.errors import FailedError
+from eigengrain.errors import FailedError, NonFiniteError
 from eigengrain.functional import solver_repairs
 from eigengrain.models import CovarianceNet, save_pretrained
 from eigengrain.runtime.display import progress_bar
@@ -50,7 +50,23 @@ OnStep = Callable[[int, int, float], object]
 
 
 class DivergedError(FailedError):
-    """The loss is no longer a number."""
+    """The loss, or what the head is given, is no longer a number.
+
+    Args:
+        what: it is that is none.
+        epoch: from 1.
+        batch: of that epoch, from 1.
+        total: batches of an epoch.
+        out: folder of the run.
+    """
+
+    def __init__(self, what: str, epoch: int, batch: int, total: int, out: Path):
+        self.where = f"{what} in epoch {epoch} at batch {batch} of {total}"
+        kept = f"the last good checkpoint is {out / LAST}" if (out / LAST).exists() else "no checkpoint was due before it"
+        super().__init__(
+            f"{self.where}: lower --optimiser.lr, add --schedule.warmup_epochs or --clip_grad, and choose another --out; "
+            f"{kept}"
+        )
 
 
 @dataclass
@@ -105,7 +121,7 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
 
     Raises:
         ValueError: for an option that does not fit, before training starts.
-        DivergedError: if the loss becomes NaN or infinite; the checkpoint before it is kept.
+        DivergedError: if the loss or the features become NaN or infinite; the checkpoint before it is kept.
         CheckpointError: if a checkpoint cannot be written or read.
         Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
@@ -167,9 +183,12 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
                 begin = batch - batch % config.accumulate
                 group = min(config.accumulate, total - begin)
                 ends_group, ends_epoch = batch + 1 == begin + group, batch + 1 == total
-                with _recording(model, ends_epoch), _exchanging(run.net, ends_group):
-                    loss = cross_entropy(run.net(images), labels, label_smoothing=config.label_smoothing)
-                    run.scaler.scale(loss / group).backward()
+                try:
+                    with _recording(model, ends_epoch), _exchanging(run.net, ends_group):
+                        loss = cross_entropy(run.net(images), labels, label_smoothing=config.label_smoothing)
+                        run.scaler.scale(loss / group).backward()
+                except NonFiniteError as error:
+                    raise DivergedError("features are NaN or infinite", epoch + 1, batch + 1, total, out) from error
                 losses.append(loss.detach())
                 meter.images += len(images) * process.world_size
                 if on_step is not None:
@@ -293,13 +312,7 @@ def _look(
     first = batch + 1 - len(losses)
     for place, loss in enumerate(mean.tolist(), start=first):
         if not math.isfinite(loss):
-            kept = (
-                f"the last good checkpoint is {out / LAST}" if (out / LAST).exists() else "no checkpoint was due before it"
-            )
-            raise DivergedError(
-                f"the loss is {loss} in epoch {progress.epoch + 1} at batch {place + 1} of {total}: lower --optimiser.lr, "
-                f"add --schedule.warmup_epochs or --clip_grad, and choose another --out; {kept}"
-            )
+            raise DivergedError(f"the loss is {loss}", progress.epoch + 1, place + 1, total, out)
         meter.loss += loss
         meter.batches += 1
     for norm in torch.stack(norms).tolist():
