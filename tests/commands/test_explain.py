@@ -18,7 +18,10 @@ from PIL import Image
 import eigengrain as eg
 from eigengrain import cli
 from eigengrain.commands import explain as module
-from eigengrain.commands.explain import Explain, chosen_class, command_line, expand, open_source, run
+from eigengrain.commands import explain_page, explain_pictures
+from eigengrain.commands.explain import Explain, expand, open_source, run
+from eigengrain.commands.explain_options import RULES, command_line
+from eigengrain.commands.explain_plan import chosen_class
 from eigengrain.data.plumage import open_plumage
 from eigengrain.data.transforms import Pipeline, pixels_of
 from eigengrain.explain.survey import image_batches, survey
@@ -104,7 +107,7 @@ def test_measures_are_those_of_a_survey_of_the_same_images(checkpoint, tmp_path,
 
 
 def test_panels_of_six_for_each_cut_and_a_page_that_has_them_all(checkpoint, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(module, "ROWS", 4)
+    monkeypatch.setattr(explain_pictures, "ROWS", 4)
     out = tmp_path / "out"
     run(Explain(checkpoint, count=6, measure_count=2, rules=["vanilla"], cut="both", out=str(out), **QUICK))
     panels = ["panel-exact-1.png", "panel-exact-2.png", "panel-projector-1.png", "panel-projector-2.png"]
@@ -193,7 +196,7 @@ def test_perturbed_images_as_a_panel_and_films(checkpoint, tmp_path, monkeypatch
     assert html.count("data:image/gif") == 2
     assert html.count("data:image/png") == 2
     assert "4 steps of Adam at a rate of 0.1, split after 6" in html
-    monkeypatch.setattr(module, "LIGHT", 100)
+    monkeypatch.setattr(explain_page, "LIGHT", 100)
     one = tmp_path / "one"
     run(replace(config, toward="small", out=str(one)))
     assert [film.name for film in one.glob("*.gif")] == ["perturbed-1-small.gif"]
@@ -327,7 +330,7 @@ def test_without_a_checkpoint_it_says_how_to_get_one(capsys):
     ],
 )
 def test_options_that_do_not_fit(checkpoint, options, said):
-    assert module.RULES == eg.explain.RULES  # written down twice, so that a mistake is said before torch is there
+    assert RULES == eg.explain.RULES  # written down twice, so that a mistake is said before torch is there
     with pytest.raises(ValueError, match=re.escape(said)):
         Explain(checkpoint, **options)
 

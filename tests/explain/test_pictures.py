@@ -204,8 +204,8 @@ def test_a_map_that_is_zero_for_another_reason_is_not_blamed_on_the_rank():
 def figure_of(monkeypatch, draw):
     """The figure that a function saves, drawn."""
     kept = []
-    save = module._save
-    monkeypatch.setattr(module, "_save", lambda figure, path: kept.append(figure) or save(figure, path))
+    save = module.save
+    monkeypatch.setattr(module, "save", lambda figure, path: kept.append(figure) or save(figure, path))
     draw()
     return kept[0]
 

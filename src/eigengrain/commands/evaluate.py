@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eigengrain.commands.checkpoint import ARGUMENTS, model_folder, plain_transform, training_folder
+from eigengrain.commands.options import check_choices, check_least
 from eigengrain.data.config import Transforms
-from eigengrain.errors import did_you_mean, unknown_name
+from eigengrain.errors import did_you_mean
 from eigengrain.runtime import output
 
 if TYPE_CHECKING:
@@ -62,13 +63,8 @@ class Evaluate:
             raise ValueError(
                 "name the model: eigengrain evaluate CHECKPOINT, a folder of 'eigengrain train' or of save_pretrained"
             )
-        for option, choices in (("split", SPLITS), ("amp", AMP)):
-            if getattr(self, option) not in choices:
-                raise unknown_name(f"--{option}", getattr(self, option), choices)
-        for option, least in (("batch_size", 1), ("workers", 0), ("img_size", 1)):
-            value = getattr(self, option)
-            if value is not None and value < least:
-                raise ValueError(f"--{option} must be at least {least}, got {value}")
+        check_choices(self, split=SPLITS, amp=AMP)
+        check_least(self, batch_size=1, workers=0, img_size=1)
 
 
 def expand(words: Sequence[str]) -> list[str]:

@@ -1,9 +1,15 @@
-"""The options of a command as its dataclass has them: what the help shows, the shell completes and the parser is given."""
+"""The options of a command as its dataclass has them: what the help shows, the shell completes and the parser is given.
+
+Here too are the checks of values that several commands make.
+"""
 
 import re
 import types
+from collections.abc import Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from eigengrain.errors import unknown_name
 
 #: what stands for the value of an option in the help, where its name does not say it
 _METAVARS = {
@@ -188,3 +194,39 @@ def arguments(docstring: str) -> dict[str, str]:
         elif name and line.strip():
             found[name] += " " + line.strip()
     return {name: text.strip() for name, text in found.items()}
+
+
+def check_choices(config: Any, **choices: Sequence[str]) -> None:
+    """See that options have one of their choices.
+
+    Raises:
+        ValueError: for another value.
+
+    Example:
+        >>> check_choices(types.SimpleNamespace(split="tset"), split=("train", "test"))
+        Traceback (most recent call last):
+            ...
+        ValueError: unknown --split 'tset': did you mean 'test'? Choose from: train, test
+    """
+    for option, known in choices.items():
+        value = getattr(config, option)
+        if value not in known:
+            raise unknown_name(f"--{option}", value, known)
+
+
+def check_least(config: Any, **least: int) -> None:
+    """See that options are no smaller than they may be; a word in place of a number, or None, is not looked at.
+
+    Raises:
+        ValueError: for a smaller number.
+
+    Example:
+        >>> check_least(types.SimpleNamespace(workers=-1, count="all"), count=1, workers=0)
+        Traceback (most recent call last):
+            ...
+        ValueError: --workers must be at least 0, got -1
+    """
+    for option, smallest in least.items():
+        value = getattr(config, option)
+        if isinstance(value, int | float) and value < smallest:
+            raise ValueError(f"--{option} must be at least {smallest}, got {value}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain.commands import checkpoint
 from eigengrain.commands.checkpoint import near, preparation
+from eigengrain.commands.options import check_least
 from eigengrain.data.files import SUFFIXES, images_below, printable
 from eigengrain.errors import did_you_mean
 from eigengrain.runtime import output
@@ -70,10 +71,7 @@ class Predict:
             raise ValueError(
                 "name the model with --checkpoint: a folder of 'eigengrain train' or of save_pretrained, or a weights file"
             )
-        for name, least in (("topk", 1), ("batch_size", 1), ("workers", 0), ("img_size", 1), ("num_classes", 1)):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"--{name} must be at least {least}, got {value}")
+        check_least(self, topk=1, batch_size=1, workers=0, img_size=1, num_classes=1)
 
 
 @dataclass(frozen=True)
