@@ -44,7 +44,10 @@ def measure(plan: Plan, bar: Progress) -> list[SurveyResult]:
         for row in result.rows:
             row["number"] = numbers[row["number"]]
             row["label"] = row["label"] if source.labelled else None
-        results.append(result)
+        if (
+            result.table
+        ):  # maps of all eigenvalues alone, on images without regions, have nothing beside them to be measured by
+            results.append(result)
     return results
 
 
