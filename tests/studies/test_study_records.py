@@ -135,6 +135,31 @@ def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
         assert not any(job.config.data.val_fraction for job in finals)
 
 
+def test_the_search_is_a_study_of_its_own(tmp_path):
+    """It trains no network beyond the search, and tells what is not planned from what is not run."""
+    setup = replace(setup_of(tmp_path, datasets=["cub"]), available=("cub",))
+    study = find_study("rates")
+    planned = study.plan(setup)
+    assert all(job.config.data.val_fraction for job in planned)
+    [plain] = [row for row in study.rows(setup) if row.data == "cub" and row.method == "MPN-COV"]
+    for job, top1 in zip(setup.tried(plain, "", setup.config(plain)), (70.0, 60.0, None), strict=True):
+        scores = {"val_top1": top1, "test_top1": 1.0} if top1 else {}
+        record(setup, job, top1, scores=scores)
+    assert len(study.plan(setup)) == len(planned) + 1  # the lowest was best: a lower one
+    found = study.findings(setup)
+    [table] = found.tables
+    assert table.heads == ["", "×1", "×3", "×10", "×20", "chosen"]
+    lines = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    assert lines["MPN-COV"] == ["not run", "70.0, 1.0", "60.0, 1.0", "diverged", "not run"]
+    assert lines["iSQRT-COV"] == ["–", "not run", "not run", "not run", "not run"]
+    record(setup, setup.tried(plain, "", setup.config(plain))[-1], 65.0, scores={"val_top1": 65.0, "test_top1": 2.0})
+    found = study.findings(setup)
+    chosen = {row["rate"]: row["chosen"] for row in found.rows if row["method"] == "MPN-COV"}
+    assert chosen == {1.0: 0, 3.0: 1, 10.0: 0, 20.0: 0}
+    found.draw(tmp_path / "rates.png")
+    assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
+
+
 def test_no_rate_is_tried_beyond_the_bounds(tmp_path):
     setup = setup_of(tmp_path, rates=[0.15, 900.0])
     for job, top1 in zip(setup.jobs(BIRDS, "fair"), (70.0, 60.0), strict=True):

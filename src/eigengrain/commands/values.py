@@ -18,8 +18,8 @@ HEADS = (
 )
 #: as :data:`eigengrain.studies.catalogue.STUDIES` has them
 STUDIES = (
-    *("spectrum", "subset-accuracy", "similarity", "gcp-methods", "truncation", "factors", "paths", "architectures"),
-    *("normalisation", "curves", "speed", "sota", "imagenet", "gcp-pretrained"),
+    *("spectrum", "subset-accuracy", "similarity", "gcp-methods", "truncation", "factors", "paths", "rates"),
+    *("architectures", "normalisation", "curves", "speed", "sota", "imagenet", "gcp-pretrained"),
 )
 #: as :data:`eigengrain.explain.rectifier_rules.RULES` and :data:`eigengrain.explain.survey.MEASURES` have them
 RULES = ("vanilla", "deconv", "guided")

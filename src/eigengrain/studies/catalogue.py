@@ -1,7 +1,7 @@
 """All studies, in the order of a campaign: what others build on comes first."""
 
 from eigengrain.errors import unknown_name
-from eigengrain.studies import accuracy, eigenvalues, learning, speed
+from eigengrain.studies import accuracy, eigenvalues, learning, rates, speed
 from eigengrain.studies.accuracy import accuracy_findings, gains
 from eigengrain.studies.config import STUDY_ACTIONS
 from eigengrain.studies.study import Findings, Row, Setup, Study
@@ -89,6 +89,13 @@ STUDIES = (
         accuracy.paths,
         lambda setup: accuracy_findings(setup, accuracy.paths(setup)),
         thorough=True,
+    ),
+    Study(
+        "rates",
+        "accuracy against the rate of the classifier",
+        "Tables 3, 6 and 7",
+        rates.rate_rows,
+        rates.rate_findings,
     ),
     Study(
         "architectures",

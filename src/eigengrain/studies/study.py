@@ -41,6 +41,7 @@ class Row:
         curve: whether every epoch is tested.
         pretrain: head of a network that is trained on ImageNet first.
         analyses: made on the network of the first seed.
+        search: whether only the runs are made by which a rate is chosen.
     """
 
     data: str
@@ -55,6 +56,7 @@ class Row:
     curve: bool = False
     pretrain: str | None = None
     analyses: tuple[str, ...] = ()
+    search: bool = False
 
 
 @dataclass(frozen=True)
@@ -173,11 +175,13 @@ class Setup:
             model = replace(config.model, weights=str(weights), pretrained=False)
             config, suffix = replace(config, model=model), "-gcp"
         if protocol == "paper":
+            if row.search:  # one rate for all: there is nothing to choose
+                return []
             config = replace(config, select="best-test", eval_every=1)
             return final_jobs(config, config.optimiser.classifier_lr_scale, self.seeds, row.analyses, suffix)
         tried = self.tried(row, suffix, config)
         rate = best_rate(tried, self._known(tried))
-        if rate is None:
+        if rate is None or row.search:
             return tried
         seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
         return [*tried, *self.finals(row, config, rate, seeds, suffix)]

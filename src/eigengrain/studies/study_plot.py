@@ -47,14 +47,14 @@ def _panels(count: int, width: float, height: float) -> tuple[Figure, list[Axes]
     return figure, list(figure.subplots(1, count, squeeze=False)[0])
 
 
-def _legend(figure: Figure, axes: Sequence[Axes]) -> None:
+def _legend(figure: Figure, axes: Sequence[Axes], across: int = 4) -> None:
     found: dict[str, Any] = {}
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
     if found:
         figure.legend(
-            list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), 4), frameon=False
+            list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), across), frameon=False
         )
 
 
@@ -211,6 +211,35 @@ def draw_normalisations(spectra: Mapping[str, Sequence[float]], path: Path) -> N
             each.grid(axis="y", color="#e5e5e5", linewidth=0.6)
             each.spines["top"].set_visible(False)
         _legend(figure, axes)
+        figure.savefig(path, dpi=200)
+
+
+#: points below the best accuracy that are still drawn
+FAR = 12.0
+
+
+def draw_rates(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path) -> None:
+    """A panel a data set, a line a head: accuracy on validation images against the rate of the classifier.
+
+    What is far below the best is cut off, so that the others can be told apart.
+    """
+    with matplotlib.rc_context(_FONTS):
+        figure, axes = _panels(len(panels), 4.8, 3.8)
+        for each, (title, lines) in zip(axes, panels.items(), strict=True):
+            for place, (name, (rates, values)) in enumerate(lines.items()):
+                colour, marker = _STYLES[place % len(_STYLES)]
+                dashes = ("-", "--", ":")[place // len(_STYLES) % 3]
+                each.plot(rates, values, dashes, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
+            each.set_xscale("log")
+            ticks = sorted({rate for rates, _ in lines.values() for rate in rates})
+            each.set_xticks(ticks, [f"×{rate:.3g}" for rate in ticks])
+            each.minorticks_off()
+            best = max(value for _, values in lines.values() for value in values)
+            least = min(value for _, values in lines.values() for value in values)
+            each.set_ylim(max(least, best - FAR) - 0.5, best + 0.5)
+            each.set_xlabel("rate of the classifier over that of the backbone")
+            plain(each, title=f"{title}: accuracy on validation images, %")
+        _legend(figure, axes, across=3)
         figure.savefig(path, dpi=200)
 
 
