@@ -24,8 +24,6 @@ from eigengrain.studies.study import Findings, Row, Score, Setup, data_title, ti
 
 NOT_RUN = "not run"
 DIVERGED = "diverged"
-#: 1 + ‖QSᵀ‖ in the median over the test images of Birds, rounded
-TYPICAL_FACTOR = 4.0
 PROTOCOLS = {
     "fair": "fair: each method at its own best classifier rate (×) of the grid, which goes on by factors of three while "
     "its edge is best, chosen on 10 % of the training images, then trained on all of them, last epoch.",
@@ -97,10 +95,9 @@ def paths(setup: Setup) -> list[Row]:
 
 
 def factors(setup: Setup) -> list[Row]:
-    """Table 7, without a factor, and with a constant that is as large as 1 + ‖QSᵀ‖ is on Birds."""
+    """Table 7, and no factor."""
     names = dict(zip(TABLE_7, ("constant", "mlp-eigenvalues", "mlp-matrix", "s", "q"), strict=False))
     heads: dict[str, Setting] = {"no factor": ("mpncov", {})}
-    heads |= {f"constant {TYPICAL_FACTOR:g}": ("mpncov+seb", {"factor": "constant", "constant": TYPICAL_FACTOR})}
     heads |= {method: ("mpncov+seb", {"factor": names[method]} if method in names else {}) for method in TABLE_7}
     return _ablation(TABLE_7, heads)
 

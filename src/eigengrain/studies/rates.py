@@ -47,7 +47,7 @@ def rate_findings(setup: Setup) -> Findings:
             [Cell(row.method), *(Cell(_shown(tried, rate)) for rate in rates), Cell(f"×{best:g}" if best else NOT_RUN)]
             for row, tried, best in mine
         ]
-        caption = f"{data_title(setup, data)}, ResNet-50, test accuracy in % behind that on validation images"
+        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in % on validation images, on test images"
         tables.append(TableData(caption, ["", *(f"×{rate:g}" for rate in rates), "chosen"], lines))
         csv += [_csv_row(setup, row, rate, record, best) for row, tried, best in mine for rate, record in tried.items()]
 
