@@ -4,8 +4,10 @@ import json
 from dataclasses import replace
 
 import pytest
+import torch
 
-from eigengrain.studies.accuracy import accuracy_findings, shown
+from eigengrain.heads import create_head
+from eigengrain.studies.accuracy import LENGTHS, accuracy_findings, shown
 from eigengrain.studies.analyses import subsets_of
 from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.comparison import job_name
@@ -120,7 +122,7 @@ def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
 
 def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
     """Downwards and upwards by factors of three, until the best rate has worse ones on both sides."""
-    for edge, values, beyond in (("low", (70.0, 60.0, 50.0), (1.0, 1 / 3)), ("high", (50.0, 60.0, 70.0), (60.0, 180.0))):
+    for edge, values, beyond in (("low", (70.0, 60.0, 50.0), (1.0, 0.333)), ("high", (50.0, 60.0, 70.0), (60.0, 180.0))):
         setup = setup_of(tmp_path / edge)
         for job, top1 in zip(setup.jobs(BIRDS, "fair"), values, strict=True):
             record(setup, job, top1)
@@ -136,7 +138,7 @@ def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
 
 
 def test_the_search_is_a_study_of_its_own(tmp_path):
-    """It trains no network beyond the search, and tells what is not planned from what is not run."""
+    """It trains no network beyond the search, and shows what that found so far."""
     setup = replace(setup_of(tmp_path, datasets=["cub"]), available=("cub",))
     study = find_study("rates")
     planned = study.plan(setup)
@@ -148,23 +150,44 @@ def test_the_search_is_a_study_of_its_own(tmp_path):
     assert len(study.plan(setup)) == len(planned) + 1  # the lowest was best: a lower one
     found = study.findings(setup)
     [table] = found.tables
-    assert table.heads == ["", "×1", "×3", "×10", "×20", "chosen"]
     lines = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
-    assert lines["MPN-COV"] == ["not run", "70.0, 1.0", "60.0, 1.0", "diverged", "not run"]
-    assert lines["iSQRT-COV"] == ["–", "not run", "not run", "not run", "not run"]
+    assert lines["MPN-COV, ×1"] == ["not run", "not run"]
+    assert lines["MPN-COV, ×3"] == ["70.0", "1.0"]
+    assert lines["MPN-COV, ×20"] == ["diverged", "diverged"]
     record(setup, setup.tried(plain, "", setup.config(plain))[-1], 65.0, scores={"val_top1": 65.0, "test_top1": 2.0})
     found = study.findings(setup)
     chosen = {row["rate"]: row["chosen"] for row in found.rows if row["method"] == "MPN-COV"}
     assert chosen == {1.0: 0, 3.0: 1, 10.0: 0, 20.0: 0}
+    assert ["MPN-COV, ×3 (chosen)", "70.0", "1.0"] in [[cell.text for cell in row] for row in found.tables[0].rows]
     found.draw(tmp_path / "rates.png")
     assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
 
 
-def test_no_rate_is_tried_beyond_the_bounds(tmp_path):
-    setup = setup_of(tmp_path, rates=[0.15, 900.0])
-    for job, top1 in zip(setup.jobs(BIRDS, "fair"), (70.0, 60.0), strict=True):
-        record(setup, job, top1)
-    assert [job.config.optimiser.classifier_lr_scale for job in setup.jobs(BIRDS, "fair")] == [0.15, 900.0, *[0.15] * 3]
+def test_the_grid_does_not_go_on_for_ever(tmp_path):
+    """Three rates beyond it at most, as where no rate works."""
+    setup = setup_of(tmp_path)
+    for _ in range(6):
+        for job in setup.jobs(BIRDS, "fair"):
+            record(setup, job, None, scores={})
+    rates = [job.config.optimiser.classifier_lr_scale for job in setup.jobs(BIRDS, "fair")]
+    assert rates == [3.0, 10.0, 20.0, 1.0, 0.333, 0.111, *[0.111] * 3]
+
+
+@pytest.mark.parametrize("head", ["bcnn", "bcnn-improved", "cbp", "kp", "monet", "run"])
+def test_heads_with_vectors_of_length_1_are_tried_at_higher_rates(head, tmp_path):
+    vectors = create_head(head, in_channels=8)(torch.rand(2, 8, 4, 4))
+    torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
+    setup = setup_of(tmp_path)
+    [row] = [replace(BIRDS, head=head, length=LENGTHS[head])]
+    assert setup.rates(row) == pytest.approx([300, 1000, 2000])
+
+
+def test_a_factor_that_makes_vectors_longer_is_tried_at_lower_rates(tmp_path):
+    setup = setup_of(tmp_path)
+    grids = {row.method: setup.rates(row) for row in find_study("factors").rows(setup) if row.data == "cub"}
+    assert grids["constant 100"] == pytest.approx([3e-4, 1e-3, 2e-3])
+    assert grids["no factor"] == grids["‖QSᵀ‖"] == [3, 10, 20]
+    assert grids["‖Q‖"][0] == pytest.approx(3 / 144, rel=1e-2)
 
 
 def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):

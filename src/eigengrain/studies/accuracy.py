@@ -1,6 +1,7 @@
 """Tables of accuracies, the paper's beside ours: the rows of Tables 3 to 7, 9 and 11, and how they are shown."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from eigengrain.runtime.page import Cell, TableData
@@ -24,6 +25,13 @@ from eigengrain.studies.study import Findings, Row, Score, Setup, data_title, ti
 
 NOT_RUN = "not run"
 DIVERGED = "diverged"
+#: heads and factors whose vector is much shorter or longer than that of MPN-COV, which is about 10 on Birds: how many
+#: times. Bilinear heads end with vectors of length 1; ‖S‖ is near √256, and ‖Q‖ is that length itself.
+LENGTHS = dict.fromkeys(("bcnn", "bcnn-improved", "cbp", "kp", "monet", "run"), 0.1) | {
+    "constant": 100.0,
+    "s": 16.0,
+    "q": 12.0,
+}
 PROTOCOLS = {
     "fair": "fair: each method at its own best classifier rate (×) of the grid, which goes on by factors of three while "
     "its edge is best, chosen on 10 % of the training images, then trained on all of them, last epoch.",
@@ -56,8 +64,9 @@ def gcp_methods(setup: Setup) -> list[Row]:
     """Table 3, and two plainer heads that it does not have for ResNet-50."""
     rows = _from_table(TABLE_3, FINE_GRAINED, [("resnet50", head) for head in ("isqrt", "mpncov", "mpncov+seb")])
     first = next(place for place, row in enumerate(rows) if row.backbone == "resnet50")
-    plain = [Row("cub", "resnet50", method, head, core=True) for method, head in (("GAP", "gap"), ("B-CNN", "bcnn"))]
-    return [*rows[:first], *plain, *rows[first:]]
+    plain = [Row("cub", "resnet50", "GAP", "gap", core=True), Row("cub", "resnet50", "B-CNN", "bcnn", core=True)]
+    rows = [*rows[:first], *plain, *rows[first:]]
+    return [replace(row, length=LENGTHS.get(row.head or "", 1.0)) for row in rows]
 
 
 def larger_sets(setup: Setup) -> list[Row]:
@@ -80,7 +89,8 @@ def _ablation(table: Mapping[str, tuple[float, ...]], heads: Mapping[str, Settin
     for place, data in enumerate(FINE_GRAINED):
         for method, (head, options) in heads.items():
             printed = table[method][place] if method in table else None
-            rows.append(Row(data, "resnet50", method, head, options, printed, core=True))
+            length = LENGTHS.get(str(options.get("factor")), 1.0)
+            rows.append(Row(data, "resnet50", method, head, options, printed, core=True, length=length))
     return rows
 
 

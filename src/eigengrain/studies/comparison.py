@@ -14,8 +14,8 @@ from eigengrain.training.config import Train
 #: share of the training images that the choice of a rate is made on
 VALIDATION = 0.1
 
-#: beyond the grid rates go on by this factor while the edge is best, within these bounds
-STEP, LEAST, MOST = 3.0, 0.1, 1000.0
+#: beyond the grid rates go on by this factor while the edge is best, so many times at most
+STEP, FURTHER = 3.0, 3
 
 
 def with_head(base: Train, head: str, rate: float | None = None, **options: object) -> Train:
@@ -67,21 +67,20 @@ def best_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | Non
     return max(jobs, key=merit).config.optimiser.classifier_lr_scale
 
 
-def further_rate(jobs: Sequence[Job], records: Mapping[str, Record]) -> float | None:
+def further_rate(jobs: Sequence[Job], records: Mapping[str, Record], grid: Sequence[float]) -> float | None:
     """A rate beyond those that were tried if the best of them is the lowest or the highest, else None.
 
-    A grid for all heads is too low for one and too high for another: a bilinear vector of length 1 learns at a rate that
-    no covariance survives.
+    Args:
+        jobs: those of the grid, and of rates beyond it.
+        records: of jobs.
+        grid: where the search began.
     """
     best = best_rate(jobs, records)
-    if best is None:
+    if best is None or len(jobs) - len(grid) == FURTHER:
         return None
     tried = [job.config.optimiser.classifier_lr_scale for job in jobs]
-    if best == min(tried) and best / STEP >= LEAST:
-        return best / STEP
-    if best == max(tried) and best * STEP <= MOST:
-        return best * STEP
-    return None
+    beyond = best / STEP if best == min(tried) else best * STEP if best == max(tried) else None
+    return None if beyond is None else float(f"{beyond:.3g}")
 
 
 def final_jobs(

@@ -15,8 +15,9 @@ from eigengrain.studies.study import Findings, Row, Setup, data_title, where_run
 Tried = dict[float, Record | None]
 
 NOTE = (
-    "Accuracy on validation images, and behind it that on the test images of the same network, after training on the other "
-    "90 % of the training images. A head that only makes its vector longer has the curve of another, moved to lower rates."
+    "After training on 90 % of the training images: accuracy on the other 10 %, by which a rate is chosen, and on the test "
+    "images. A vector c times as long learns as if the rate were c² times as high, so heads with longer vectors are tried "
+    "at lower rates; the figure has the rate times c²."
 )
 
 
@@ -34,7 +35,7 @@ def rate_rows(setup: Setup) -> list[Row]:
 
 
 def rate_findings(setup: Setup) -> Findings:
-    """A table a data set, a row a head, a column a rate; data sets without a run are left out if there is one with."""
+    """A table a data set, a row a head and rate; data sets without a run are left out if there is one with."""
     rows = rate_rows(setup)
     searches = [_search(setup, row) for row in rows]
     tried_on = {row.data for row, (tried, _) in zip(rows, searches, strict=True) if any(tried.values())}
@@ -42,25 +43,28 @@ def rate_findings(setup: Setup) -> Findings:
     tables = []
     for data in dict.fromkeys(row.data for row in rows if row.data in tried_on or not tried_on):
         mine = [(row, *search) for row, search in zip(rows, searches, strict=True) if row.data == data]
-        rates = sorted({rate for _, tried, _ in mine for rate in tried})
         lines = [
-            [Cell(row.method), *(Cell(_shown(tried, rate)) for rate in rates), Cell(f"×{best:g}" if best else NOT_RUN)]
+            [Cell(f"{row.method}, ×{rate:g}{' (chosen)' * (rate == best)}"), *map(Cell, _shown(tried[rate]))]
             for row, tried, best in mine
+            for rate in sorted(tried)
         ]
-        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in % on validation images, on test images"
-        tables.append(TableData(caption, ["", *(f"×{rate:g}" for rate in rates), "chosen"], lines))
+        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in %"
+        tables.append(TableData(caption, ["", "validation", "test"], lines))
         csv += [_csv_row(setup, row, rate, record, best) for row, tried, best in mine for rate, record in tried.items()]
 
     def draw(path: Path) -> None:
         from eigengrain.studies.study_plot import draw_rates
 
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+        scaled = False
         for row, (tried, _) in zip(rows, searches, strict=True):
             values = {rate: record["scores"]["val_top1"] for rate, record in tried.items() if record and record["scores"]}
             if values:
                 lines = panels.setdefault(data_title(setup, row.data), {})
-                lines[row.method] = sorted(values), [values[rate] for rate in sorted(values)]
-        draw_rates(panels, path)
+                scaled |= row.length != 1
+                rates = sorted(values)
+                lines[row.method] = [float(f"{rate * row.length**2:.2g}") for rate in rates], [values[r] for r in rates]
+        draw_rates(panels, scaled, path)
 
     known = any(record and record["scores"] for tried, _ in searches for record in tried.values())
     notes = [NOTE, *([SMOKE_NOTE] if setup.options.scale == "smoke" else [])]
@@ -75,14 +79,12 @@ def _search(setup: Setup, row: Row) -> tuple[Tried, float | None]:
     return {job.config.optimiser.classifier_lr_scale: records[job.name] for job in jobs}, best
 
 
-def _shown(tried: Tried, rate: float) -> str:
-    if rate not in tried:
-        return "–"  # beyond an edge of the grid that is not the best
-    record = tried[rate]
+def _shown(record: Record | None) -> tuple[str, str]:
+    """On validation and test images."""
     if record is None:
-        return NOT_RUN
+        return NOT_RUN, NOT_RUN
     scores = record["scores"]
-    return f"{scores['val_top1']:.1f}, {scores['test_top1']:.1f}" if scores else DIVERGED
+    return (f"{scores['val_top1']:.1f}", f"{scores['test_top1']:.1f}") if scores else (DIVERGED, DIVERGED)
 
 
 def _csv_row(setup: Setup, row: Row, rate: float, record: Record | None, best: float | None) -> dict[str, object]:

@@ -42,6 +42,8 @@ class Row:
         pretrain: head of a network that is trained on ImageNet first.
         analyses: made on the network of the first seed.
         search: whether only the runs are made by which a rate is chosen.
+        length: of the head's vector beside that of MPN-COV, about. A vector c times as long learns as if the rate were c²
+            times as high, so rates are tried that are so much lower.
     """
 
     data: str
@@ -57,6 +59,7 @@ class Row:
     pretrain: str | None = None
     analyses: tuple[str, ...] = ()
     search: bool = False
+    length: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -111,9 +114,10 @@ class Setup:
         more = [Path(self.options.records).expanduser()] if self.options.records else []
         return [self.out / "records", *more]
 
-    @property
-    def rates(self) -> list[float]:
-        return self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
+    def rates(self, row: Row) -> list[float]:
+        """The grid of a row."""
+        grid = self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
+        return [float(f"{rate / row.length**2:.3g}") for rate in grid]
 
     @property
     def protocols(self) -> tuple[str, ...]:
@@ -190,9 +194,10 @@ class Setup:
         """Runs by which a rate is chosen, as far as they can be named by now."""
         if row.rate_of is not None:
             config = self.config(row, row.rate_of)
-        jobs = rate_jobs(config, self.rates, suffix)
+        grid = self.rates(row)
+        jobs = rate_jobs(config, grid, suffix)
         if self.options.scale != "smoke":
-            while (rate := further_rate(jobs, self._known(jobs))) is not None:
+            while (rate := further_rate(jobs, self._known(jobs), grid)) is not None:
                 jobs += rate_jobs(config, [rate], suffix)
         return jobs
 
@@ -224,7 +229,7 @@ class Setup:
         tried = self.tried(row, suffix, config)
         chosen = best_rate(tried, self._known(tried))
         found: list[tuple[float, bool | None, list[Record]]] = []
-        for rate in self.rates if chosen is None else [chosen]:
+        for rate in self.rates(row) if chosen is None else [chosen]:
             records = list(self._known(self.finals(row, config, rate, seeds, suffix)).values())
             found += [(rate, rate == chosen, records)] if records else []
         return found

@@ -218,10 +218,13 @@ def draw_normalisations(spectra: Mapping[str, Sequence[float]], path: Path) -> N
 FAR = 12.0
 
 
-def draw_rates(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], path: Path) -> None:
+def draw_rates(
+    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], scaled: bool, path: Path
+) -> None:
     """A panel a data set, a line a head: accuracy on validation images against the rate of the classifier.
 
-    What is far below the best is cut off, so that the others can be told apart.
+    ``scaled`` are rates that would act alike on vectors of one length. What is far below the best is cut off, so that the
+    others can be told apart.
     """
     with matplotlib.rc_context(_FONTS):
         figure, axes = _panels(len(panels), 4.8, 3.8)
@@ -237,7 +240,7 @@ def draw_rates(panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence
             best = max(value for _, values in lines.values() for value in values)
             least = min(value for _, values in lines.values() for value in values)
             each.set_ylim(max(least, best - FAR) - 0.5, best + 0.5)
-            each.set_xlabel("rate of the classifier over that of the backbone")
+            each.set_xlabel(f"rate of the classifier over that of the backbone{' × c²' * scaled}")
             plain(each, title=f"{title}: accuracy on validation images, %")
         _legend(figure, axes, across=3)
         figure.savefig(path, dpi=200)
