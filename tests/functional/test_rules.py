@@ -22,9 +22,9 @@ def textbook(k, p=P, keep=None):
     """The usual derivation: ∂l/∂U and ∂l/∂Λ apart, put together with K_ij in place of 1/(λ_i − λ_j)."""
     lam, u = np.linalg.eigh(p.numpy())
     lam, u = np.maximum(lam[::-1], EPS), u[:, ::-1]
-    g = G[: len(lam), : len(lam)].numpy()
-    d = len(lam) if keep is None else keep
-    lam, u = lam[:d], u[:, :d]
+    g, d = G[: len(lam), : len(lam)].numpy(), len(lam)
+    if keep is not None:
+        lam[keep:] = EPS
     kt = np.zeros((d, d))
     for i in range(d):
         for j in range(d):
@@ -60,8 +60,34 @@ def test_against_the_formula(rule, k):
 
 
 @pytest.mark.parametrize("keep", [1, 3, 6])
-def test_topn_is_the_derivation_with_the_largest_only(keep):
-    assert relative(ours(GradientRule("topn", keep=keep)), textbook(lambda a, b: 1 / (a - b), keep=keep)) < 1e-12
+def test_topn_is_the_derivation_with_the_others_at_the_machine_epsilon(keep):
+    def k(a, b):
+        return 0.0 if a == b else 1 / (a - b)
+
+    formula = textbook(k, keep=keep)
+    assert relative(ours(GradientRule("topn", keep=keep)), formula) < 1e-12
+    assert (formula.norm() > 1e6) == (keep < 6)
+    if keep == 6:
+        return
+    p = P.clone().requires_grad_()
+    root = matrix_sqrt(p, subset=f"top:{keep}", gradient="topn")
+    assert relative(root, matrix_sqrt(P, subset=f"top:{keep}")) == 0
+    assert relative(torch.autograd.grad(root, p, G)[0], formula) < 1e-12
+
+
+def test_topn_leaves_the_gradient_of_truncated_directions_alone_in_what_comes_back():
+    """Of the features' gradient nearly all lies in the directions that the truncated root does not even see."""
+    x = torch.randn(6, 40, dtype=F64, generator=torch.Generator().manual_seed(5)) * VALUES[:, None].sqrt()
+    released, exact = [], []
+    for gradient, found in (("topn", released), ("exact", exact)):
+        features = x.clone().requires_grad_()
+        centred = features - features.mean(1, keepdim=True)
+        p = centred @ centred.T / 40
+        (grad,) = torch.autograd.grad((G * matrix_sqrt(p, subset="top:4", gradient=gradient)).sum(), features)
+        truncated = torch.linalg.eigh(p.detach())[1][:, :2]
+        found += [grad.norm(), (truncated.T @ grad).norm()]
+    assert released[0] > 1e5 * exact[0]
+    assert released[1] > 0.999 * released[0]
 
 
 def test_topn_keeps_the_published_share_by_default():
@@ -146,6 +172,10 @@ class TestWhereTheyBreak:
         (lambda: GradientRule("pad"), "unknown gradient rule 'pad': did you mean 'pade'"),
         (lambda: GradientRule("taylor", degree=-1), "degree of at least 0, got -1"),
         (lambda: ours(GradientRule("topn", keep=7)), "keeps 7 of 6 eigenvalues"),
+        (
+            lambda: matrix_sqrt(P, gradient="topn", subset="last:2"),
+            "keeps the largest eigenvalues: use a subset such as 'top:2'",
+        ),
         (lambda: matrix_sqrt(P, gradient="newton", subset="top:2"), "'newton' has no notion of an eigenvalue subset"),
     ],
 )

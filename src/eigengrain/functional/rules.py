@@ -11,7 +11,7 @@ sample, never by the largest value of the batch; dropped eigenvalues get no grad
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from eigengrain.errors import unknown_name
 from eigengrain.functional import products
 from eigengrain.functional.iterative import newton_schulz, root_with_lyapunov
 from eigengrain.functional.scalar import geometric_ratio
+from eigengrain.functional.subset import EigenSubset
 
 
 def _pairs(values: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -80,8 +81,9 @@ class GradientRule:
     - ``original``: itself. Exact but for cancellation, an error of about eps/(1 − x); not a number at equal eigenvalues.
     - ``trunc``: itself, at most ``threshold``. Exact while :math:`|\lambda_i - \lambda_j| > 1/\mathrm{threshold}`, and
       0 in the end at equal eigenvalues, where the truth is :math:`1/(2\sigma)`.
-    - ``topn``: ``original`` among the largest ``keep`` (206/256 of d by default), 0 elsewhere. It lacks the whole gradient
-      of the smaller eigenvalues, and that by which they turn the larger ones.
+    - ``topn``: ``original`` with all but the largest ``keep`` (206/256 of d by default, or as many as the subset has) set
+      to the machine epsilon ε, for a truncated spectrum. Truncated directions then have the slope
+      :math:`\tfrac12\varepsilon^{-1/2}` = 3e7, although features do vary in them: what comes back is nearly all theirs.
     - ``taylor``: the series up to :math:`x^K`, K = ``degree``. Relative error :math:`x^{K+1}`, all of it at equal
       eigenvalues; bounded by :math:`(K+1)/\lambda_i`.
     - ``pade``: the published [K/K] Padé approximant of 1/(1 − x). That function is rational already, so the approximant
@@ -127,13 +129,28 @@ class GradientRule:
 
     def differences(self, values: Tensor) -> Tensor:
         """E (*, d, d) from descending eigenvalues (*, d)."""
-        floored = values.clamp_min(torch.finfo(values.dtype).eps)
+        eps = torch.finfo(values.dtype).eps
+        floored = values.clamp_min(eps)
         on_diagonal = torch.eye(values.shape[-1], dtype=torch.bool, device=values.device)
-        e = torch.where(on_diagonal, 0.5 * floored.rsqrt().unsqueeze(-1), _FROM_SPECTRUM[self.name](floored, self))
         if self.name == "topn":
             kept = self._kept(values.shape[-1], values.device)
-            e = torch.where(kept[:, None] & kept, e, 0.0)
-        return e
+            floored = torch.where(kept, floored, eps)
+        e = _FROM_SPECTRUM[self.name](floored, self)
+        if self.name == "topn":  # two that are truncated are equal, 0/0, which the released code repairs to 0
+            e = torch.where(floored.unsqueeze(-1) == floored.unsqueeze(-2), 0.0, e)
+        return torch.where(on_diagonal, 0.5 * floored.rsqrt().unsqueeze(-1), e)
+
+    def of_subset(self, subset: EigenSubset, d: int) -> "GradientRule":
+        """The same for the eigenvalues that a subset keeps, which must be the largest."""
+        if subset.covers(d):
+            return self
+        mask = subset.mask(d)
+        keep = int(mask.sum())
+        if not mask[:keep].all():
+            raise ValueError(
+                f"gradient='topn' keeps the largest eigenvalues: use a subset such as 'top:{keep}', not {subset}"
+            )
+        return replace(self, keep=keep)
 
     def _kept(self, d: int, device: torch.device) -> Tensor:
         keep = round(d * 206 / 256) if self.keep is None else self.keep

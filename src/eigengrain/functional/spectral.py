@@ -114,6 +114,7 @@ def _evaluate(
     backend: str,
     floor: float = 0.0,
     differences: Callable[[Tensor], Tensor] | None = None,
+    differences_know_cut: bool = False,
 ) -> Tensor:
     check_square(P, f.name)
     check_cut(cut)
@@ -126,7 +127,8 @@ def _evaluate(
     fx = f(values)
     k = differences(values) if differences else f.divided_difference(values.unsqueeze(-1), values.unsqueeze(-2))
     if not chosen.covers(d):
-        k = _cut_differences(k, values, fx, keep, cut)
+        if not differences_know_cut:
+            k = _cut_differences(k, values, fx, keep, cut)
         fx = fx * keep.to(fx.dtype)
     out: Tensor = _SpectralFunction.apply(p, fx, vectors, k, f.name)
     return out.to(P.device, output_dtype(P))
@@ -206,6 +208,9 @@ def matrix_sqrt(
     rule = GradientRule.of(gradient)
     if rule.name == "exact":
         return _evaluate(P, SquareRoot(), subset, cut, backend)
+    if rule.name == "topn":
+        rule = rule.of_subset(EigenSubset.parse(subset), P.shape[-1])
+        return _evaluate(P, SquareRoot(), subset, cut, backend, 0.0, rule.differences, differences_know_cut=True)
     if rule.from_spectrum:
         return _evaluate(P, SquareRoot(), subset, cut, backend, differences=rule.differences)
     if not EigenSubset.parse(subset).covers(P.shape[-1]):

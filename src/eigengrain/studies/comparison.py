@@ -41,6 +41,7 @@ def job_name(config: Train, suffix: str = "") -> str:
     images = "" if config.data.name == "cub" else f"{config.data.name}-"
     part = ("val" if config.data.val_fraction else "all") + ("-best" if config.select == "best-test" else "")
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
+    options += "" if config.clip_grad is None else f"-clip{config.clip_grad:g}"
     rate = f"x{config.optimiser.classifier_lr_scale:g}"
     network = network_name(model.backbone).replace(":", "-")
     return f"{images}{network}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"

@@ -39,6 +39,7 @@ class Row:
         core: whether it is run at scale small without being asked for.
         rate_of: options of the head whose best rate is taken; its own by default.
         curve: whether every epoch is tested.
+        clip_grad: largest norm of all gradients together; None for no limit.
         pretrain: head of a network that is trained on ImageNet first.
         analyses: made on the network of the first seed.
         search: whether only the runs are made by which a rate is chosen.
@@ -56,6 +57,7 @@ class Row:
     core: bool = False
     rate_of: Mapping[str, Any] | None = None
     curve: bool = False
+    clip_grad: float | None = None
     pretrain: str | None = None
     analyses: tuple[str, ...] = ()
     search: bool = False
@@ -158,6 +160,8 @@ class Setup:
             self.bases[place] = base(self.options, *place)
         run = with_head(self.bases[place], row.head)
         run = replace(run, model=replace(run.model, head_options=dict(row.options if options is None else options)))
+        if options is None and row.clip_grad is not None:
+            run = replace(run, clip_grad=row.clip_grad)
         return with_reduction(run)
 
     def pretraining(self, row: Row, protocol: str) -> list[Job]:
