@@ -67,7 +67,7 @@ class Seen:
             timeout=PATIENCE,
         )
 
-    def move_split(self, split: int) -> None:
+    def move_split(self, split: int | str) -> None:
         box = self.page.locator("#split input[type=number]")
         box.fill(str(split))
         box.press("Enter")
@@ -163,6 +163,29 @@ def test_the_address_restores_the_view(seen):
     }
 
 
+@pytest.mark.parametrize(("typed", "kept"), [("999", "63"), ("0", "1"), ("", "1")])
+def test_a_split_that_cannot_be_is_the_nearest_in_the_box_and_on_the_page(seen, typed, kept):
+    seen.open("?split=20")
+    seen.move_split(typed)
+    seen.wait_for_word("split", kept)
+    playwright.expect(seen.page.locator("#split input[type=number]")).to_have_value(kept, timeout=PATIENCE)
+    playwright.expect(seen.page.locator("#answers .card.large")).to_contain_text(f"top:{kept},", timeout=PATIENCE)
+    assert seen.page.locator("[data-testid=toast-body]").count() == 0
+    # nothing moves the box alone
+    assert seen.page.locator("#split button").count() == 0
+
+
+def test_a_wide_window_has_the_page_in_its_middle(seen):
+    seen.page.set_viewport_size({"width": 2400, "height": 900})
+    seen.open()
+    left, right = seen.page.evaluate(
+        "() => { const box = document.querySelector('.gradio-container').getBoundingClientRect(); "
+        "return [box.left, document.documentElement.clientWidth - box.right]; }"
+    )
+    assert left == pytest.approx(right, abs=1)
+    assert left > 300
+
+
 def test_a_perturbation_is_started_and_stopped(seen):
     page = seen.page
     seen.open()
@@ -192,6 +215,8 @@ def test_hostile_uploads_get_a_message(seen, tmp_path, name):
         said, timeout=PATIENCE
     )
     assert seen.page.locator("#picture").inner_text() == before
+    # there is room for another file at once
+    playwright.expect(seen.page.locator("#upload input[type=file]")).to_be_attached(timeout=PATIENCE)
     assert seen.page.title() == "What large and small eigenvalues see"
     seen.move_split(9)  # the page goes on
     playwright.expect(seen.page.locator("#answers .card.large")).to_contain_text("top:9", timeout=PATIENCE)

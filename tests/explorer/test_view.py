@@ -40,6 +40,8 @@ def test_a_senseless_address_shows_the_first_view(lens, words):
 def test_numbers_are_brought_into_range(lens):
     assert read_view({"split": "1000"}, {"seb": lens}).split == 63
     assert make_view(lens, "example-0", -3, None, None, None, None, None) == View("seb", "example-0", 1)
+    # what a box holds that was emptied, and what no box holds
+    assert make_view(lens, "example-0", None, 5, [], {}, ["exact"], 7) == View("seb", "example-0", 1)
 
 
 def test_a_subset_that_cannot_be_read_is_said(lens):

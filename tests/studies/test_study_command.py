@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from html.parser import HTMLParser
+from pathlib import Path
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from eigengrain.studies.accuracy import LENGTHS
 from eigengrain.studies.catalogue import STUDIES
 
 SMOKE = ["--scale", "smoke", "--device", "cpu"]
+#: records of photographs, of one data set of three
+BIRDS = Path(__file__).parents[2] / "benchmarks" / "birds" / "records"
 
 
 pytestmark = pytest.mark.usefixtures("surroundings")
@@ -74,7 +77,7 @@ def test_what_was_run_is_what_the_records_say(everything):
             rate: json.loads(
                 (out / "records" / f"{name.replace('-all-', '-val-').split('-x')[0]}-x{rate}-e1-val-s0.json").read_text()
             )
-            for rate in (("300", "1000") if row["head"] in LENGTHS else ("3", "10"))
+            for rate in (("300", "1000") if LENGTHS.get(row["head"]) == 0.1 else ("3", "10"))
         }
         best = max(tried, key=lambda rate: (tried[rate]["scores"]["val_top1"], -float(rate)))
         assert float(row["fair_protocol_rate"]) == float(best)
@@ -198,6 +201,14 @@ def test_records_from_elsewhere_are_shown_and_not_made_again(everything, trained
     assert "constant 100" in text
     assert "<img" not in text
     assert not list(out.glob("*.png"))
+
+
+def test_a_page_sends_its_reader_to_files_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(conclusions, "find_spec", lambda name: None)  # its pictures are not looked at
+    assert cli.main(["study", "report", "--records", str(BIRDS), "--out", str(tmp_path)]) == 0
+    named = set(re.findall(r"[\w-]+\.md", (tmp_path / "report.html").read_text(encoding="utf-8")))
+    assert {"spectrum.md", "similarity.md"} <= named
+    assert all((tmp_path / name).is_file() for name in named)
 
 
 def test_a_page_without_records_lists_what_could_be_run(tmp_path):

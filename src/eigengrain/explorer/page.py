@@ -290,7 +290,13 @@ def build(page: Page) -> gr.Blocks:
                 numbers = gr.HTML(elem_id="numbers")
                 spectrum = gr.HTML(elem_id="spectrum")
                 split = gr.Slider(
-                    1, first.channels - 1, value=1, step=1, label="Eigenvalues that count as large", elem_id="split"
+                    1,
+                    first.channels - 1,
+                    value=1,
+                    step=1,
+                    label="Eigenvalues that count as large",
+                    buttons=[],  # its button for the first value knows that of no view, and tells no one
+                    elem_id="split",
                 )
                 answers = gr.HTML(elem_id="answers")
                 with gr.Tab("Where it looks", elem_id="tab-maps"):
@@ -313,9 +319,12 @@ def build(page: Page) -> gr.Blocks:
         file = gr.Textbox(visible=False)
 
         chosen = [model, image, split, rules, custom, target, cut, scale]
+        # values come as they are: make_view looks at them, and moves a split that was typed in as the page does, where
+        # gradio would refuse it and leave the page with another one than the box
         quick: dict[str, Any] = {
             "fn": _told(page.glance),
             "inputs": chosen,
+            "preprocess": False,
             "outputs": [numbers, spectrum, answers, query],
             "show_progress": "hidden",
             "concurrency_limit": CONCURRENCY,
@@ -324,6 +333,7 @@ def build(page: Page) -> gr.Blocks:
         slow: dict[str, Any] = {
             "fn": _told(page.maps),
             "inputs": chosen,
+            "preprocess": False,
             "outputs": shown,
             "show_progress": "minimal",
             "concurrency_limit": CONCURRENT_MAPS,
@@ -346,7 +356,9 @@ def build(page: Page) -> gr.Blocks:
         label.input(_told(page.gallery), [model, label], gallery, show_progress="hidden", **_PRIVATE)
         # a function that is told what was clicked on names the event in its signature
         after(gallery.select(_choosing(page), [model, label], image, show_progress="hidden", **_PRIVATE))
-        after(upload.upload(_told(page.upload), [model, upload], [image, upload], show_progress="minimal", **_PRIVATE))
+        uploaded = upload.upload(_told(page.upload), [model, upload], [image, upload], show_progress="minimal", **_PRIVATE)
+        after(uploaded)
+        uploaded.failure(lambda: None, None, upload, **_PRIVATE)  # a refused file makes room for the next one too
         # the last position of a moved split is always answered, those on the way where there is time
         split.input(**quick, trigger_mode="always_last", api_name="split_glance").then(**address)
         split.input(**slow, trigger_mode="always_last", api_name="split_maps")

@@ -79,7 +79,7 @@ def make_view(
     lens: Lens,
     image: str,
     split: object,
-    rules: Sequence[str] | None,
+    rules: object,
     custom: object,
     target: object,
     cut: object,
@@ -91,13 +91,14 @@ def make_view(
         ValueError: for a custom subset that cannot be read or does not fit.
     """
     text = str(custom or "").strip()
-    kept = _whole(str(split), 1, lens.channels - 1, split_point(lens.channels, None))
+    # the box of a split that is left empty goes to its lowest number
+    kept = 1 if split is None else _whole(str(split), 1, lens.channels - 1, split_point(lens.channels, None))
     lens.subsets(kept, text)
     return View(
         model=lens.name,
         image=image,
         split=kept,
-        rules=known_rules(rules or ()),
+        rules=known_rules(rules if isinstance(rules, list | tuple) else ()),
         custom=text,
         target=_target(str(target), lens),
         cut=_one_of(cut, CUTS),

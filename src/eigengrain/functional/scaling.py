@@ -1,7 +1,7 @@
 r"""Scaling factors of the Scaling Eigen Branch: one scalar a sample, from the spectrum of the covariance.
 
 The branch multiplies the square root by 1 + s, with :math:`s = \|QS^T\|_F = \sqrt{\sum_i \lambda_i e^{-2\lambda_i}}`
-(Eq. 19), S = e^{−P}. Sums of exponentials are taken by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
+(Eq. 24), S = e^{−P}. Sums of exponentials are taken by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
 """
 
 import torch
@@ -52,7 +52,7 @@ def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "auto") -> Tensor:
     r"""The factor by which the Scaling Eigen Branch scales the square root, one a matrix, with closed-form gradient.
 
-    - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 19);
+    - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 24);
     - ``q``: :math:`\|Q\|_F = \sqrt{\mathrm{tr}P}`;
     - ``s``: :math:`\|S\|_F = \sqrt{\mathrm{tr}\,e^{-2P}}`;
     - ``constant``: a number, without gradient (Table 7). The learned factors of that table are modules in the heads.

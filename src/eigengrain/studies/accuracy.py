@@ -25,13 +25,11 @@ from eigengrain.studies.study import Findings, Row, Score, Setup, data_title, ti
 
 NOT_RUN = "not run"
 DIVERGED = "diverged"
-#: heads and factors whose vector is much shorter or longer than that of MPN-COV, which is about 10 on Birds: how many
-#: times. Bilinear heads end with vectors of length 1; ‖S‖ is near √256, and ‖Q‖ is that length itself.
-LENGTHS = dict.fromkeys(("bcnn", "bcnn-improved", "cbp", "kp", "monet", "run"), 0.1) | {
-    "constant": 100.0,
-    "s": 16.0,
-    "q": 12.0,
-}
+#: heads whose vector is shorter or longer than that of MPN-COV, which is about 10 on Birds: how many times. Bilinear heads
+#: end with vectors of length 1.
+LENGTHS = dict.fromkeys(("bcnn", "bcnn-improved", "cbp", "kp", "monet", "run"), 0.1) | {"mpncov+seb": 3.9}
+#: the same for factors and paths of the branch: on Birds ‖QSᵀ‖ is 2.9 in the median, ‖S‖ near √256, ‖Q‖ that length itself
+BRANCH_LENGTHS = {"scaled": 2.9, "constant": 100.0, "s": 16.0, "q": 12.0, "mlp-eigenvalues": 1.0, "mlp-matrix": 1.0}
 PROTOCOLS = {
     "fair": "fair: each method at its own best classifier rate (×) of the grid, which goes on by factors of three while "
     "its edge is best, chosen on 10 % of the training images, then trained on all of them, last epoch.",
@@ -89,7 +87,7 @@ def _ablation(table: Mapping[str, tuple[float, ...]], heads: Mapping[str, Settin
     for place, data in enumerate(FINE_GRAINED):
         for method, (head, options) in heads.items():
             printed = table[method][place] if method in table else None
-            length = LENGTHS.get(str(options.get("factor")), 1.0)
+            length = next((BRANCH_LENGTHS[str(value)] for value in options.values()), LENGTHS.get(head, 1.0))
             rows.append(Row(data, "resnet50", method, head, options, printed, core=True, length=length))
     return rows
 

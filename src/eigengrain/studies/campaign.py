@@ -15,7 +15,7 @@ from eigengrain.runtime import output
 from eigengrain.runtime.page import Cell, TableData
 from eigengrain.runtime.records import writable
 from eigengrain.studies.catalogue import STUDIES, find_study
-from eigengrain.studies.conclusions import Conclusion, conclude, show, write_page
+from eigengrain.studies.conclusions import Conclusion, conclude, show, write_files, write_page
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED_FOR, Speeds, cost
 from eigengrain.studies.jobs import is_missing, run_jobs
@@ -48,6 +48,8 @@ def run(options: StudyRun) -> int:
             conclusions.append(conclude(study, here))
             if options.name != "report":
                 files += show(conclusions[-1], here, console)
+            elif not conclusions[-1].silent:
+                files += write_files(conclusions[-1], here)
     except Interrupted as stop:
         said = str(stop).removesuffix("; go on with --resume")
         print(f"eigengrain: {said}; the same command goes on from there", file=sys.stderr)

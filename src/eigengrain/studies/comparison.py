@@ -16,6 +16,7 @@ VALIDATION = 0.1
 
 #: beyond the grid rates go on by this factor while the edge is best, so many times at most
 STEP, FURTHER = 3.0, 3
+REACH = STEP**FURTHER
 
 
 def with_head(base: Train, head: str, rate: float | None = None, **options: object) -> Train:

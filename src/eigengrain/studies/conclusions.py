@@ -59,17 +59,18 @@ def conclude(study: Study, setup: Setup) -> Conclusion:
     return Conclusion(study, found, path)
 
 
-def write_files(conclusion: Conclusion, setup: Setup) -> list[str]:
-    """NAME.csv and NAME.md, beside NAME.png; their names."""
+def write_files(conclusion: Conclusion, setup: Setup) -> list[Path]:
+    """NAME.csv and NAME.md, beside NAME.png."""
     study, found, picture = conclusion
-    write_csv(writable(setup.out / f"{study.name}.csv"), found.rows)
-    (setup.out / f"{study.name}.md").write_text(markdown(conclusion, setup), encoding="utf-8")
-    return [f"{study.name}.csv", f"{study.name}.md", *([picture.name] if picture else [])]
+    table, text = writable(setup.out / f"{study.name}.csv"), setup.out / f"{study.name}.md"
+    write_csv(table, found.rows)
+    text.write_text(markdown(conclusion, setup), encoding="utf-8")
+    return [table, text, *([picture] if picture else [])]
 
 
 def show(conclusion: Conclusion, setup: Setup, console: Console) -> list[Path]:
     """Write the files of a study and print its tables; the files."""
-    names = write_files(conclusion, setup)
+    files = write_files(conclusion, setup)
     console.rule(f"{conclusion.study.where}: {conclusion.study.title}")
     for data in conclusion.spoken:
         table = on_terminal(data)
@@ -78,8 +79,10 @@ def show(conclusion: Conclusion, setup: Setup, console: Console) -> list[Path]:
         console.print(table, "")
     for note in conclusion.notes:
         console.print(note, highlight=False, markup=False)
-    console.print(f"written to {setup.out}: {', '.join(names)}", soft_wrap=True, highlight=False, markup=False)
-    return [setup.out / name for name in names]
+    console.print(
+        f"written to {setup.out}: {', '.join(file.name for file in files)}", soft_wrap=True, highlight=False, markup=False
+    )
+    return files
 
 
 def markdown(conclusion: Conclusion, setup: Setup) -> str:

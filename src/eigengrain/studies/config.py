@@ -93,8 +93,8 @@ class StudyRun:
         heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
         seeds: of the runs that are tested; [0,1,2] by default, [0] for a smoke run and for ablations at scale small.
         rates: from which the fair protocol chooses: the classifier's rate as a multiple of the backbone's, over c² for a
-            head whose vector is about c times as long as that of MPN-COV. If the lowest or the highest is best, a third or
-            three times of it is tried too, and so on.
+            head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or the highest is
+            best, a third or three times of it is tried too, and so on.
         weights: file with the weights of ResNet-50, or folder with a file for each backbone, such as resnet101.safetensors,
             vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
             downloaded.

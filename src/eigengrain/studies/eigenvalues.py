@@ -236,7 +236,7 @@ def similarity_tables(
 
 
 SIMILARITY_NOTE = (
-    "Our Corr is Pearson's, in [−1, 1]; the paper says that its own is 'normalised into [0, 1]' and not how: (1 + Corr)/2 "
+    "Our Corr is Pearson's, in [−1, 1]; the paper says that its own is normalised to [0, 1] and not how: (1 + Corr)/2 "
     "would be one way. Colours are put together by the largest absolute value (the CSV file also has signed sums). Of the "
     "two readings of a cut spectrum, exact lets the subspaces turn and projector holds them."
 )

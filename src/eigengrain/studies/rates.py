@@ -16,8 +16,8 @@ Tried = dict[float, Record | None]
 
 NOTE = (
     "After training on 90 % of the training images: accuracy on the other 10 %, by which a rate is chosen, and on the test "
-    "images. A vector c times as long learns as if the rate were c² times as high, so heads with longer vectors are tried "
-    "at lower rates; the figure has the rate times c²."
+    "images. A vector c times as long learns as if the rate were c² times as high: where that is much, other rates are "
+    "tried, and the figure has the rate times c², c = 1 for MPN-COV."
 )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from eigengrain.data.cache import Decoded
 from eigengrain.errors import unknown_name
 from eigengrain.runtime.page import TableData
-from eigengrain.studies.comparison import best_rate, final_jobs, further_rate, rate_jobs, with_head
+from eigengrain.studies.comparison import REACH, best_rate, final_jobs, further_rate, rate_jobs, with_head
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.jobs import Job, Record, read_record
 from eigengrain.studies.published import TITLES
@@ -43,8 +43,8 @@ class Row:
         pretrain: head of a network that is trained on ImageNet first.
         analyses: made on the network of the first seed.
         search: whether only the runs are made by which a rate is chosen.
-        length: of the head's vector beside that of MPN-COV, about. A vector c times as long learns as if the rate were c²
-            times as high, so rates are tried that are so much lower.
+        length: c, of the head's vector beside that of MPN-COV, about. A vector c times as long learns as if the rate were
+            c² times as high.
     """
 
     data: str
@@ -117,9 +117,11 @@ class Setup:
         return [self.out / "records", *more]
 
     def rates(self, row: Row) -> list[float]:
-        """The grid of a row."""
+        """The grid of a row: over c² where that is more than the steps beyond a grid can make up for."""
         grid = self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
-        return [float(f"{rate / row.length**2:.3g}") for rate in grid]
+        squared = row.length**2
+        far = max(squared, 1 / squared) > REACH
+        return [float(f"{rate / squared:.3g}") for rate in grid] if far else list(grid)
 
     @property
     def protocols(self) -> tuple[str, ...]:
