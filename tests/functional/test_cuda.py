@@ -20,6 +20,7 @@ from eigengrain.functional import (
     solver_repairs,
     sqrt_covariance,
 )
+from eigengrain.heads import create_head
 from spectral_cases import F64, features, generator, log_spectrum, matrix, relative
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -222,6 +223,17 @@ def test_the_first_call_may_come_from_an_evaluation(tmp_path, monkeypatch):
     monkeypatch.setattr(autotune, "_memory", {})
     with torch.inference_mode():
         assert sqrt_covariance(torch.randn(3, 24, 60, device="cuda"), True).isfinite().all()
+
+
+@batched
+def test_everything_is_made_on_the_device_by_default():
+    """``torch.set_default_device("cuda")``: what belongs to the host says so."""
+    with torch.device("cuda"):
+        head = create_head("run", 24)  # its start is drawn on the host
+        x = torch.rand(3, 24, 8, 8)
+        assert head(x).is_cuda
+        assert sqrt_covariance(x, True, solver="eigh").isfinite().all()
+    assert torch.equal(head.start.cpu(), create_head("run", 24).start)
 
 
 @pytest.mark.parametrize("d", [5, 64, 100])

@@ -1,3 +1,8 @@
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 
@@ -108,10 +113,41 @@ def test_ladder_ends_in_a_named_error(monkeypatch):
         eigh(torch.eye(3).repeat(2, 1, 1), "torch")
 
 
-def test_threads_of_the_caller_are_left_alone():
+@pytest.fixture
+def two_threads():
+    """A batch is shared among workers, whatever the machine has."""
     before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    eigen._workers.cache_clear()
+    yield
+    torch.set_num_threads(before)
+
+
+def test_threads_of_the_caller_are_left_alone(two_threads):
     eigh(torch.eye(40).repeat(6, 1, 1))
-    assert torch.get_num_threads() == before
+    assert torch.get_num_threads() == 2
+    with ThreadPoolExecutor(1) as later:  # a thread that is made afterwards begins with the same number
+        assert later.submit(torch.get_num_threads).result() == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are not forked here")
+def test_a_forked_process_has_workers_of_its_own(two_threads):
+    p = torch.eye(40).repeat(6, 1, 1)
+    eigh(p)
+    child = os.fork()
+    if child == 0:
+        wrong = True
+        try:
+            wrong = not torch.equal(eigh(p).values, torch.ones(6, 40))
+        finally:
+            os._exit(wrong)
+    deadline = time.monotonic() + 20
+    while (done := os.waitpid(child, os.WNOHANG)) == (0, 0) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    if done == (0, 0):
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    assert done == (child, 0)
 
 
 def test_cusolver_falls_back_with_a_word_where_it_is_missing():

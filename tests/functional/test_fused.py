@@ -281,6 +281,13 @@ class TestTransforms:
         (eager,) = torch.autograd.grad(loss(x), model.weight)
         assert torch.allclose(compiled, eager, rtol=1e-9, atol=1e-12)
 
+    @pytest.mark.parametrize("solver", [*SPECTRAL, "products"])
+    def test_the_result_may_be_written_to(self, solver):
+        x, y = (INPUTS["generic"].clone().requires_grad_() for _ in range(2))
+        sqrt_covariance(x, True, solver=solver).mul_(3).sum().backward()
+        (3 * sqrt_covariance(y, True, solver=solver)).sum().backward()
+        assert torch.allclose(x.grad, y.grad, rtol=1e-12)
+
     def test_operators_are_well_formed(self):
         torch.library.opcheck(fused._svd_op, (torch.randn(2, 4, 7, dtype=F64),))
 

@@ -190,6 +190,15 @@ def test_inside_a_compiled_model():
     assert torch.allclose(ours, eager, atol=1e-13)
 
 
+def test_compiled_for_any_size_and_number():
+    """Whole: with numbers that the compiler keeps open, such as the floor of a logarithm."""
+    compiled = torch.compile(matrix_log, fullgraph=True, dynamic=True, backend="aot_eager")
+    for p, eps in ((CASES["generic"], 0.0), (torch.eye(5, dtype=F64) * 3, 0.5)):
+        assert torch.allclose(compiled(p, eps=eps), matrix_log(p), atol=1e-13)
+    with pytest.raises(ValueError, match=r"matrix_log needs eigenvalues above 0\.25, the smallest is 0\.1"):
+        compiled(torch.eye(4, dtype=F64) * 0.1, eps=0.25)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_dtypes_in_and_out(dtype):
     p = (torch.eye(3) * 4).to(dtype).requires_grad_()

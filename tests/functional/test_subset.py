@@ -29,7 +29,9 @@ def test_parse_and_mask(text, d, expected):
     assert members(text, d) == expected
 
 
-@pytest.mark.parametrize("text", ["all", "top:206", "last:50", "top:1+last:50", "~(top:206)"])
+@pytest.mark.parametrize(
+    "text", ["all", "top:206", "last:50", "top:1+last:50", "~(top:206)", "~(top:3)+last:1", "last:9+~(~(top:8)+~(last:7))"]
+)
 def test_string_round_trip(text):
     subset = EigenSubset.parse(text)
     assert str(subset) == text
@@ -47,6 +49,8 @@ def test_algebra():
     assert (top | last).covers(d)
     assert not (top | last).covers(8)
     assert EigenSubset.parse(top) is top
+    for subset in (top & last, top & last.complement(), EigenSubset.all() & last, (top & last) | EigenSubset.largest(1)):
+        assert EigenSubset.parse(str(subset)) == subset
 
 
 def test_relative_gap():

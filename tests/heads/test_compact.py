@@ -133,6 +133,18 @@ def test_seed_is_the_sketches_own(kind):
     assert not torch.equal(first.sign[0], first.sign[1])
 
 
+@pytest.mark.parametrize("order", [1, 2, 3])
+@pytest.mark.parametrize("kind", SKETCHES)
+def test_no_vectors_and_no_positions(kind, order):
+    sketch = kind(5, 16, order=order)
+    none = torch.zeros(0, 5, requires_grad=True)
+    sketch(none).sum().backward()
+    assert sketch(none).shape == (0, 16)
+    assert none.grad.shape == (0, 5)
+    assert sketch.pool(torch.zeros(0, 3, 5)).shape == (0, 16)
+    assert torch.equal(sketch.pool(torch.zeros(2, 0, 5)), torch.zeros(2, 16))
+
+
 @pytest.mark.parametrize("kind", SKETCHES)
 def test_sketch_is_made_on_the_default_device(kind):
     with torch.device("meta"):

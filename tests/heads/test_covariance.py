@@ -87,6 +87,24 @@ def test_learned_factors(factor):
     assert torch.autograd.gradcheck(head, x)
 
 
+def replica(module):
+    """What DataParallel makes of a module for each device: its parameters are plain tensors, which none of it lists."""
+    copy = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        setattr(copy, name, replica(child))
+    for name, parameter in module._parameters.items():
+        setattr(copy, name, None if parameter is None else parameter.clone())
+    return copy
+
+
+@pytest.mark.parametrize("factor", ["mlp-eigenvalues", "mlp-matrix"])
+def test_learned_factors_in_a_replica(factor):
+    head = create_head("mpncov+seb", D, factor=factor, reduce=3).eval()
+    copy = replica(head)
+    assert not list(copy.parameters())
+    assert torch.equal(copy(X.float()), head(X.float()))
+
+
 @pytest.mark.parametrize("name", [n + s for n in SYSTEMS for s in ("", "+seb")])
 def test_gradcheck(name):
     x = (torch.randn(1, 3, 3, 4, dtype=F64, generator=generator(1))).requires_grad_()
@@ -161,6 +179,8 @@ def test_constant_maps_are_finite_for_every_system():
         (lambda: create_head("mpncov+seb", 4, factor="mlp"), "unknown scaling factor 'mlp': did you mean"),
         (lambda: create_head("mpncov", 4, subset="top:5"), "asks for 5 of 4 eigenvalues"),
         (lambda: create_head("isqrt", 4, subset="top:2"), "no eigenvalues to choose from: use 'mpncov'"),
+        (lambda: create_head("mpa", 4, degree=0)(torch.randn(2, 4, 3, 3)), "mpa_sqrt needs a degree of at least 1, got 0"),
+        (lambda: create_head("mtp", 4, degree=0)(torch.randn(2, 4, 3, 3)), "mtp_sqrt needs a degree of at least 1, got 0"),
         (lambda: create_head("mpncov", 0), "in_channels must be a whole number of at least 1, got 0"),
         (
             lambda: create_head("mpncov", 4)(torch.randn(2, 3, 5, 5)),

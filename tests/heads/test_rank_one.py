@@ -103,6 +103,21 @@ def test_rank_one_features_leave_nothing_and_no_noise(dtype):
     torch.testing.assert_close(RankOneUpdatePooling(6, epsilon=0.5)(x).norm(dim=1), torch.ones(3, dtype=dtype))
 
 
+@pytest.mark.parametrize("scale", [1e-12, 1e9, 1e15])
+def test_the_direction_is_found_at_every_scale(scale):
+    """In single precision, where the squares of what a power iteration gives are out of range."""
+    x = features(2, 6, 20, dtype=torch.float32) + 1
+    start = torch.ones(6)
+    expected = damp_leading_direction(x.double(), start, 3, 1.0)
+    got = damp_leading_direction(x * scale, start, 3, 1.0) / scale
+    torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_unit_in_single_precision():
+    v = torch.tensor([[3.0, 4.0]]) * torch.tensor([[1e-30], [1e30]])
+    torch.testing.assert_close(unit(v), torch.tensor([[0.6, 0.8]]).expand(2, 2))
+
+
 def test_unit_of_zero_has_zero_gradient():
     v = torch.tensor([[0.0, 0.0], [3.0, 4.0]], requires_grad=True)
     unit(v)[:, 0].sum().backward()

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from eigengrain import _torchvision
-from eigengrain.models import create_model, list_backbones
+from eigengrain.models import create_model, from_pretrained, list_backbones, save_pretrained
 from eigengrain.models.backbone import create_backbone
 from eigengrain.models.layout import FeatureLayout, token_grid
 
@@ -134,6 +134,19 @@ def test_dynamic_size_of_a_vit():
     assert model.forward_features(torch.empty(1, 3, 96, 160, device="meta")).shape == (1, 384, 6, 10)
     with pytest.raises(ValueError, match="multiples of 16 × 16, got 96 × 100"):
         model(torch.empty(1, 3, 96, 100, device="meta"))
+
+
+def test_a_class_token_for_each_stage_and_modules_that_blocks_share(tmp_path):
+    model = create_model("coat_lite_tiny", head="gap", num_classes=0, img_size=(64, 96)).eval()
+    original = timm.create_model("coat_lite_tiny", img_size=(64, 96)).eval()
+    model.backbone.load_state_dict({k: v for k, v in original.state_dict().items() if k in model.backbone.state_dict()})
+    assert (model.layout, model.num_features) == (FeatureLayout("tokens", 1), 320)
+    x = torch.randn(1, 3, 64, 96)
+    with torch.no_grad():
+        features = model.forward_features(x)
+        torch.testing.assert_close(features.flatten(2).mT, original.forward_features(x)[:, 1:])
+    save_pretrained(model, tmp_path)
+    torch.testing.assert_close(from_pretrained(tmp_path).forward_features(x), features)
 
 
 def test_token_grid_without_a_patch_embedding():

@@ -229,6 +229,19 @@ def test_reset_follows_device_dtype_and_mode():
             model.reset_classifier(wrong)
 
 
+@pytest.mark.parametrize("head", ["mpncov+seb", "gap", "lrbp"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_whole_model_in_half_precision(dtype, head):
+    model = make("resnet18", head=head).eval()
+    x = images("resnet18")
+    single = model(x)
+    half = model.to(dtype)(x.to(dtype))
+    assert torch.allclose(half.float(), single, atol=0.05)
+    assert model.forward_head(model.forward_features(x.to(dtype)), pre_logits=True).dtype == torch.float32
+    half.sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
+
+
 def test_export_takes_the_model_whole_and_in_silence():
     model = make("resnet18", head="gap", reduce=None).eval()
     model.head.rank_sensitive = True  # as a covariance head of 512 channels would be

@@ -280,6 +280,13 @@ def test_the_model_is_left_as_it_was(tmp_path):
     assert str(model.head.subset) == "top:3"
 
 
+def test_noise_is_the_same_whatever_the_default_device_is():
+    images = export._Images(3, (8, 8), None)
+    with torch.device("meta"):
+        noise = images.noise(2)
+    assert torch.equal(noise, images.noise(2))
+
+
 def test_half_precision_is_exported_in_single():
     model = trained_like().bfloat16()
     assert {parameter.dtype for parameter in deployable(model).parameters()} == {torch.float32}

@@ -311,6 +311,9 @@ def test_folders_that_do_not_fit(tmp_path):
     save_pretrained(model, tmp_path / "m")
     config = json.loads((tmp_path / "m" / "config.json").read_text())
     assert config["architecture"] == "resnet26"
+    (tmp_path / "m" / "config.json").write_text(json.dumps({**config, "label_names": ["a"]}))
+    with pytest.raises(ValueError, match="class_names must be as many as the classes, 2, got 1"):
+        from_pretrained(tmp_path / "m")
     config["model"]["num_classes"] = 5
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="strict loading"):

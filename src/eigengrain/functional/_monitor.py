@@ -54,7 +54,7 @@ class Monitor:
     def watch(self, zeroed: Tensor) -> None:
         """Take note of a device-side count of samples that were set to zero, and read those that came before it."""
         self.collect()
-        verdict = torch.empty((), dtype=torch.int64, pin_memory=True)
+        verdict = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
         verdict.copy_(zeroed, non_blocking=True)
         event = torch.cuda.Event()
         event.record()

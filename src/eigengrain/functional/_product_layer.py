@@ -65,7 +65,7 @@ class _ProductRoot(torch.autograd.Function):
         s: Tensor | None,
         slope: Tensor | None,
     ) -> Tensor:
-        return a.view_as(a)
+        return a.clone()  # a view could not be written to by the caller
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
@@ -129,7 +129,7 @@ class _NewtonSchulzRoot(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, token: Tensor, q: Tensor, *saved: Tensor) -> Tensor:
-        return q.view_as(q)
+        return q.clone()
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:

@@ -4,9 +4,11 @@ The whole ladder lives inside one opaque operator, ``eigengrain::eigh``, so that
 meet a single node whose shape is known, whatever had to be repaired inside it.
 """
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from threading import Barrier
 from typing import Any, NamedTuple
 
 import torch
@@ -33,9 +35,14 @@ class Eigh(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _workers(threads: int) -> ThreadPoolExecutor:
+def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+    """Threads for a batch, of this process: a child that was forked has the pool of its parent without its threads."""
     # each worker runs LAPACK on one thread: a batch of small problems gains more from being split than each of them
-    return ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=lambda: torch.set_num_threads(1))
+    pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=lambda: torch.set_num_threads(1))
+    all_there = Barrier(threads)
+    list(pool.map(lambda _: all_there.wait(), range(threads)))
+    torch.set_num_threads(threads)  # as it was for the caller; threads that are yet to come begin with what was set last
+    return pool
 
 
 def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -44,7 +51,7 @@ def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
     if p.device.type != "cpu" or threads < 2 or p.shape[-1] < 32:
         values, vectors = torch.linalg.eigh(p)
         return values, vectors
-    chunks = list(_workers(torch.get_num_threads()).map(torch.linalg.eigh, p.chunk(threads)))
+    chunks = list(_workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # rows are contiguous in LAPACK's
 
 

@@ -267,7 +267,7 @@ def sqrt_covariance(
     .. math:: Q = \big(\tfrac1N (X - \bar X)(X - \bar X)^T\big)^{1/2}, \qquad
        \Big\|\frac{\partial l}{\partial X}\Big\|_F \le \sqrt{\tfrac2N}\,\Big\|\frac{\partial l}{\partial Q}\Big\|_F
 
-    With ``seb`` the Scaling Eigen Branch is applied, :math:`A = (1 + s)Q` with :math:`s = \|QS^T\|_F` (Eqs. 18 and 19), and
+    With ``seb`` the Scaling Eigen Branch is applied, :math:`A = (1 + s)Q` with :math:`s = \|QS^T\|_F` (Eqs. 23 and 24), and
     the bound is :math:`(\sqrt2(1+s) + \|Q\|_F)/\sqrt N`. Dead channels, constant input and a single position are ordinary
     input: null directions stay null, and where the root has no derivative the symmetric one is returned.
 

@@ -59,7 +59,7 @@ def _require_above(values: Tensor, floor: float, message: str) -> Tensor:
     """Values unchanged, or an error: a check that compiled and vmapped code can carry."""
     smallest = float(values.min()) if values.numel() else float("inf")
     if not smallest > floor:
-        raise ValueError(message.format(smallest=smallest))
+        raise ValueError(message.format(smallest=smallest, floor=floor))
     return values.clone()
 
 
@@ -83,7 +83,7 @@ def _checked_values(values: Tensor, f: ScalarFunction, floor: float) -> Tensor:
         return values
     largest = values.abs().amax(-1, keepdim=True)
     if f.definite:
-        what = f"{f.name} needs eigenvalues above {floor:g}, the smallest is {{smallest:.3g}}: "
+        what = f"{f.name} needs eigenvalues above {{floor:g}}, the smallest is {{smallest:.3g}}: "
         return _require_above(values, floor, what + "add a multiple of the identity to the matrix first")
     relative = torch.where(largest > 0, values / torch.where(largest > 0, largest, 1.0), 0.0)
     what = f"{f.name} needs positive semi-definite matrices, the smallest eigenvalue is {{smallest:.3g}} of the largest"

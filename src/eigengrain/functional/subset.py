@@ -10,6 +10,23 @@ from torch import Tensor
 _TERM = re.compile(r"(top|last):(\d+)")
 
 
+def _terms(sum_: str) -> list[str]:
+    """The terms of a sum: split at each + that is in no bracket.
+
+    Example:
+        >>> _terms("top:1+~(top:5+last:2)")
+        ['top:1', '~(top:5+last:2)']
+    """
+    terms, depth = [""], 0
+    for character in sum_:
+        depth += (character == "(") - (character == ")")
+        if character == "+" and depth == 0:
+            terms.append("")
+        else:
+            terms[-1] += character
+    return terms
+
+
 def small_part(d: int) -> int:
     """How many of d eigenvalues count as the small ones: the paper's share, 50 of 256, and at least one.
 
@@ -71,21 +88,24 @@ class EigenSubset:
             return text
         if not isinstance(text, str):
             raise ValueError(f"an eigenvalue subset is a string such as 'top:206', got {type(text).__name__}")
-        body = text.replace(" ", "")
-        if body == "all":
+        subset, *others = [cls._parse_term(term, text) for term in _terms(text.replace(" ", ""))]
+        for other in others:
+            subset |= other
+        return subset
+
+    @classmethod
+    def _parse_term(cls, term: str, text: str) -> "EigenSubset":
+        if term == "all":
             return cls.all()
-        if body.startswith("~(") and body.endswith(")"):
-            return cls.parse(body[2:-1]).complement()
-        terms = [_TERM.fullmatch(term) for term in body.split("+")]
-        if not all(terms):
+        if term.startswith("~(") and term.endswith(")"):
+            return cls.parse(term[2:-1]).complement()
+        match = _TERM.fullmatch(term)
+        if match is None:
             raise ValueError(
                 f"cannot read eigenvalue subset {text!r}: expected 'all', 'top:k', 'last:k', sums such as "
                 "'top:1+last:50', or a complement '~(top:206)'"
             )
-        subset, *others = [cls("top" if m[1] == "top" else "last", int(m[2])) for m in terms if m]
-        for other in others:
-            subset |= other
-        return subset
+        return cls("top" if match[1] == "top" else "last", int(match[2]))
 
     def complement(self) -> "EigenSubset":
         return self.parts[0] if self.kind == "complement" else EigenSubset("complement", parts=(self,))

@@ -256,8 +256,8 @@ def _log(head: CovarianceHead, p: Tensor) -> Tensor:
 NORMALISATIONS: dict[str, Callable[[CovarianceHead, Tensor], Tensor]] = {
     "sqrt": lambda head, p: p,  # goes from the features, not from here
     "newton-schulz": lambda head, p: newton_schulz(p, head.steps),
-    "mpa": lambda head, p: mpa_sqrt(p, head.degree or 5),
-    "mtp": lambda head, p: mtp_sqrt(p, head.degree or 10),
+    "mpa": lambda head, p: mpa_sqrt(p, 5 if head.degree is None else head.degree),
+    "mtp": lambda head, p: mtp_sqrt(p, 10 if head.degree is None else head.degree),
     "log": _log,
     "power": lambda head, p: matrix_power(p, head.power, subset=head.subset, cut=head.cut),  # type: ignore[arg-type]
     "none": lambda head, p: p,

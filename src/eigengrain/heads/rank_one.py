@@ -104,7 +104,9 @@ class RankOneUpdatePooling(Head):
         self.epsilon = epsilon
         self.resample = resample
         self.eps = eps
-        self.register_buffer("start", torch.randn(self.channels, generator=torch.Generator().manual_seed(seed)))
+        # drawn on the CPU, so that a seed means the same numbers on every device
+        start = torch.randn(self.channels, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+        self.register_buffer("start", start.to(torch.get_default_device()))
         self.sketch: TensorSketch | None = None
         self.out_features = self.channels * (self.channels + 1) // 2
         if compact:

@@ -12,7 +12,7 @@ def _mlp(in_features: int, hidden: int) -> nn.Sequential:
 
 
 def _apply(mlp: nn.Sequential, x: Tensor) -> Tensor:
-    out: Tensor = mlp(x.to(next(mlp.parameters()).dtype))
+    out: Tensor = mlp(x.to(mlp[0].weight.dtype))  # type: ignore[arg-type]  # replicas of DataParallel list no parameters
     return out.squeeze(-1) + 1
 
 

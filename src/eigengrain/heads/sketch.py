@@ -154,7 +154,7 @@ class TensorSketch(_Projection):
     def forward(self, *xs: Tensor) -> Tensor:
         xs = self._working(*xs)
         with full_precision(xs[0]):
-            if self.order == 1:
+            if self.order == 1 or xs[0].numel() == 0:  # an empty batch, which Fourier transforms refuse
                 return self.count_sketch(xs[0], 0)
             return torch.fft.irfft(self._spectrum(*xs), n=self.out_features)
 
@@ -168,7 +168,7 @@ class TensorSketch(_Projection):
         x = self._positions(x)
         positions, channels = x.shape[-2:]
         with full_precision(x):
-            if self.order == 1:
+            if self.order == 1 or x.numel() == 0:
                 return self.count_sketch(x.sum(-2), 0)
             if self.order == 2 and (channels * channels <= positions * self.out_features or self.portable):
                 return self._pool_matrix(x)

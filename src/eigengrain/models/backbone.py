@@ -1,6 +1,7 @@
 """A network without its classifier: built by name, cut after its feature map, and asked what that map looks like."""
 
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -208,27 +209,28 @@ def cut_after_map(net: nn.Module, found: Probe) -> None:
     Gone are the children behind the last one that ran (pooling, dropout, classifier), and any module with parameters of
     which none was used. What runs without an effect on the map (class-token layers) cannot be taken out, it is frozen.
     """
-    children = [name for name, _ in net.named_children()]
-    ran = {name.partition(".")[0] for name in found.called}
-    used = {name for name, _ in net.named_parameters()} - found.unused
-    ran |= {name.partition(".")[0] for name in used}
-    last = max((children.index(name) for name in children if name in ran), default=-1)
-    for name in children[last + 1 :]:
+    # by identity, because a module or parameter that is shared has several names and is listed under one
+    ran = {net.get_submodule(name) for name in found.called}
+    used = {parameter for name, parameter in net.named_parameters() if name not in found.unused}
+
+    def needed(module: nn.Module) -> bool:
+        return not ran.isdisjoint(module.modules()) or not used.isdisjoint(module.parameters())
+
+    children = dict(net.named_children())
+    last = max((number for number, child in enumerate(children.values()) if needed(child)), default=-1)
+    for name in list(children)[last + 1 :]:
         setattr(net, name, nn.Identity())
-    _drop_unused(net, "", found, used)
+    _drop_unused(net, needed)
     for name, parameter in net.named_parameters():
         if name in found.unused:
             parameter.requires_grad_(False)
 
 
-def _drop_unused(module: nn.Module, prefix: str, found: Probe, used: set[str]) -> None:
+def _drop_unused(module: nn.Module, needed: Callable[[nn.Module], bool]) -> None:
     for name, child in list(module.named_children()):
-        path = prefix + name
         if next(child.parameters(), None) is None:
             continue
-        inside = path + "."
-        idle = not any(n == path or n.startswith(inside) for n in found.called)
-        if idle and not any(n.startswith(inside) for n in used):
-            setattr(module, name, nn.Identity())
+        if needed(child):
+            _drop_unused(child, needed)
         else:
-            _drop_unused(child, inside, found, used)
+            setattr(module, name, nn.Identity())

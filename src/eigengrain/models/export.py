@@ -86,8 +86,8 @@ class _Images:
         return ("batch" if self.batch is None else self.batch, self.channels, *self.size)
 
     def noise(self, batch: int | None = None, seed: int = 0) -> Tensor:
-        generator = torch.Generator().manual_seed(seed)
-        return torch.randn(batch or self.batch or 1, self.channels, *self.size, generator=generator)
+        generator = torch.Generator("cpu").manual_seed(seed)
+        return torch.randn(batch or self.batch or 1, self.channels, *self.size, generator=generator, device="cpu")
 
 
 def exportable_heads() -> list[str]:

@@ -55,8 +55,9 @@ def detect_layout(net: nn.Module, features: object, name: str) -> FeatureLayout:
     """
     shape = tuple(features.shape) if isinstance(features, Tensor) else ()
     if len(shape) == 3:
-        # networks that do not count their prefix have a class token at most
-        prefix = int(getattr(net, "num_prefix_tokens", getattr(net, "cls_token", None) is not None))
+        # networks that do not count their prefix have a class token at most; some have one for each stage
+        class_token = any(name.startswith("cls_token") for name, _ in net.named_parameters(recurse=False))
+        prefix = int(getattr(net, "num_prefix_tokens", class_token))
         if shape[1] > prefix:
             return FeatureLayout("tokens", prefix)
     elif len(shape) == 4:

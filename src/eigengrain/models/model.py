@@ -107,7 +107,11 @@ class CovarianceNet(nn.Module):
         """The head's vector → class scores; with ``pre_logits`` the vector after dropout."""
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
-        return vector if pre_logits else self.classifier(vector)
+        if pre_logits:
+            return vector
+        if isinstance(self.classifier, nn.Linear):  # in half precision if the model is, where the vector stays in single
+            vector = vector.to(self.classifier.weight.dtype)
+        return self.classifier(vector)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → class scores (B, num_classes)."""

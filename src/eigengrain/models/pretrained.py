@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors.torch import save_file
 
 import eigengrain
@@ -37,8 +38,7 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
         ['sparrow', 'wren']
     """
     names = model.class_names if class_names is None else list(class_names)
-    if names is not None and len(names) != model.num_classes:
-        raise ValueError(f"class_names must be as many as the classes, {model.num_classes}, got {len(names)}")
+    _check_names(names, model)
     config = {
         "eigengrain": eigengrain.__version__,
         "architecture": model.config["backbone"],
@@ -54,7 +54,11 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
         raise ValueError(f"the model's options must be plain values to be saved: {error}") from error
     path = Path(folder)
     path.mkdir(parents=True, exist_ok=True)
-    state = {name: tensor.detach().cpu().contiguous() for name, tensor in model.state_dict().items()}
+    # copies, because a module that is shared has several names, and the format refuses two of one memory
+    state = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, tensor in model.state_dict().items()
+    }
     save_file(state, path / WEIGHTS_FILE, metadata={"format": "pt"})
     (path / CONFIG_FILE).write_text(text + "\n")
 
@@ -84,7 +88,13 @@ def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
     load_weights(model, Path(folder) / WEIGHTS_FILE, strict=True)
     model.pretrained_cfg |= _with_tuples(description)
     model.class_names = config.get("label_names")
+    _check_names(model.class_names, model)
     return model.eval()
+
+
+def _check_names(names: list[str] | None, model: CovarianceNet) -> None:
+    if names is not None and len(names) != model.num_classes:
+        raise ValueError(f"class_names must be as many as the classes, {model.num_classes}, got {len(names)}")
 
 
 def _with_tuples(values: dict[str, Any]) -> dict[str, Any]:

@@ -57,6 +57,25 @@ class _FeatureMap(nn.Module):
         return self.layout.to_map(features, self.net, (x.shape[-2], x.shape[-1]))
 
 
+def _places(net: nn.Module) -> dict[str, Tensor]:
+    """Parameters and buffers by name, those of each module once.
+
+    ``functional_call`` puts them back in the order in which it took them out. A module that is shared has several names;
+    taken out under all of them, it would keep what was lent to it.
+    """
+    return {
+        key: tensor
+        for prefix, module in net.named_modules()
+        for tensors in (module.named_parameters, module.named_buffers)
+        for key, tensor in tensors(prefix, recurse=False, remove_duplicate=False)
+    }
+
+
+def _double(tensor: Tensor) -> Tensor:
+    trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
+    return torch.empty_like(tensor, device="meta").requires_grad_(trained)
+
+
 def _map_size(value: Any) -> tuple[int, ...]:
     return tuple(value.shape[2:]) if isinstance(value, Tensor) and value.ndim == 4 else ()
 
@@ -102,13 +121,12 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
     net.eval()  # batch statistics of a single image, dropout and stochastic depth are no part of the question
     try:
         with torch.inference_mode(False), torch.enable_grad(), _recorded(net, calls, called):
-            parameters = {
-                key: torch.empty_like(value, device="meta").requires_grad_(value.is_floating_point())
-                for key, value in wrapper.named_parameters()
-            }
-            buffers = {key: torch.empty_like(value, device="meta") for key, value in wrapper.named_buffers()}
+            places = _places(wrapper)
+            doubles = {tensor: _double(tensor) for tensor in places.values()}
+            parameters = {key: doubles[parameter] for key, parameter in wrapper.named_parameters()}
             x = torch.empty(1, *image_shape, device="meta")
-            features = torch.func.functional_call(wrapper, {**parameters, **buffers}, (x,))
+            swapped = {key: doubles[tensor] for key, tensor in places.items()}
+            features = torch.func.functional_call(wrapper, swapped, (x,), tie_weights=False)
             gradients: tuple[Tensor | None, ...] = ()
             if find_unused:
                 gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
