@@ -136,6 +136,71 @@ def test_a_misspelt_key_of_a_file_is_refused_with_what_is_near(command, capsys, 
     assert one_line(capsys).startswith("unknown option '--setps': did you mean '--steps'?")
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("data:\n  nam: cub\n", "unknown option '--data.nam': did you mean '--data.name'"),
+        ("data:\n  transforms:\n    kindd: timm\n", "unknown option '--data.transforms.kindd': did you mean '--data.tra"),
+        ("optimiser:\n  - lr: 3\n", "option --optimiser: expected a mapping of its options, got [{'lr': 3}]"),
+        ("seed: 1\ndata:\n", "option --data: expected a mapping of its options, got null"),
+        ("seed: 1\nepochs:\n", "option --epochs: expected a whole number, got null"),
+        ("optimiser: {lr: null}\n", "option --optimiser.lr: expected a number, got null"),
+        ("resume: 'false'\n", "option --resume: expected true or false, got 'false'"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_named(capsys, tmp_path, text, said):
+    file = tmp_path / "options.yaml"
+    file.write_text(text)
+    assert cli.main(["train", "--config", str(file)]) == 2
+    assert one_line(capsys).startswith(said)
+
+
+def test_null_and_switches_of_a_file(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("ema: null\nresume: false\ndry_run: true\n")
+    config = cli.parse(["train", "--config", str(file)]).config
+    assert (config.ema, config.resume, config.dry_run) == (None, False, True)
+
+
+def test_a_home_folder_is_one_wherever_it_is_written(tmp_path, monkeypatch):
+    """The shell expands '--out ~/runs', and neither '--out=~/runs' nor a file."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    file = tmp_path / "options.yaml"
+    file.write_text("out: ~/runs\ndata: {root: ~/birds}\n")
+    config = cli.parse(["train", "--config", str(file), "--model.weights=~/w.pth"]).config
+    assert (config.out, config.data.root, config.model.weights) == ("/home/ada/runs", "/home/ada/birds", "/home/ada/w.pth")
+    config = cli.parse(["predict", "~/a.jpg", "b~.jpg", "--checkpoint=~/runs"]).config
+    assert (config.images, config.checkpoint) == (["/home/ada/a.jpg", "b~.jpg"], "/home/ada/runs")
+    assert cli.parse(["evaluate", "x", "--subset=~(top:2)"]).config.subset == ["~(top:2)"]
+
+
+@pytest.mark.parametrize(
+    ("words", "option", "value"),
+    [
+        (["evaluate", "x", "--subset", "top:2,last:3", "--subset=all"], "subset", ["top:2", "last:3", "all"]),
+        (["explain", "x", "--rules", "vanilla,guided"], "rules", ["vanilla", "guided"]),
+        (["explain", "x", "--rules", "vanilla", "guided"], "rules", ["vanilla", "guided"]),
+        (["explain", "x", "--images=1.jpg,2.jpg"], "images", ["1.jpg", "2.jpg"]),
+    ],
+)
+def test_commas_make_a_list_in_every_command(words, option, value, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "x").mkdir()
+    assert getattr(cli.parse(words).config, option) == value
+
+
+def test_a_comma_in_the_name_of_a_file(tmp_path):
+    file = tmp_path / "1,2.jpg"
+    file.touch()
+    assert cli.parse(["explain", str(tmp_path), "--images", str(file)]).config.images == [str(file)]
+
+
+def test_a_pair_of_numbers_is_a_list():
+    words = ["train", "--data.transforms.kind", "timm", "--data.transforms.scale"]
+    for pair in ("0.1,1", "[0.1,1]"):
+        assert cli.parse([*words, pair]).config.data.transforms.scale == (0.1, 1.0)
+
+
 @pytest.mark.parametrize(("error", "code"), [(ValueError, 2), (NonFiniteError, 1), (EigenSolverError, 1), (FailedError, 1)])
 def test_an_error_of_the_package_gets_one_line(command, capsys, error, code):
     def act(config):

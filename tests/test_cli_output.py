@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -24,6 +25,7 @@ from eigengrain.commands.words import named
 from eigengrain.models import create_model, save_pretrained
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
+from eigengrain.training import loop
 
 SIDE = 32
 
@@ -160,6 +162,52 @@ def test_json_is_refused_where_there_is_no_result(capsys):
 def test_words_after_two_dashes_are_arguments():
     [option] = options_of(Heads)
     assert named(["--", "-q"], [option], {"pattern": "?"}).options == ["--pattern=-q"]
+    for words in (
+        ["-q", "predict", "--checkpoint", "x", "--", "-a.jpg"],
+        ["predict", "--checkpoint=x", "-q", "--", "-a.jpg"],
+    ):
+        request = cli.parse(words)
+        assert (request.config.images, request.quiet) == (["-a.jpg"], True)
+    request = cli.parse(["predict", "--checkpoint", "x", "--", "-q", "--json"])
+    assert (request.config.images, request.quiet, request.json) == (["-q", "--json"], False, False)
+
+
+@pytest.mark.parametrize("closed", [">&-", "2>&-", ">&- 2>&-"])
+@pytest.mark.parametrize(("words", "code"), [("heads gap", 0), ("heads gap --json", 0), ("heds", 2)])
+def test_a_stream_that_is_closed_is_no_error(words, code, closed):
+    line = f"exec {shlex.quote(sys.executable)} -m eigengrain.cli {words} {closed}"
+    done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, check=False)
+    assert done.returncode == code
+    assert done.stderr.count("\n") == (closed == ">&-" and code == 2)
+    assert bool(done.stdout) == (closed == "2>&-" and code == 0)  # an error does not come out of the other stream
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_letters_that_stdout_does_not_have(encoding):
+    def printed(*words):
+        environment = {**os.environ, "PYTHONIOENCODING": encoding}
+        command = [sys.executable, "-m", "eigengrain.cli", *words]
+        return subprocess.run(command, capture_output=True, env=environment, check=True).stdout.decode(encoding)
+
+    assert "image_00001.jpg \\u2026" in printed("datasets", "list", "flowers")
+    [flowers] = json.loads(printed("datasets", "list", "flowers", "--json"))
+    assert flowers["layout"][0][0] == "jpg/image_00001.jpg …"
+
+
+def test_the_way_of_stdout_is_put_back(capsys):
+    before = sys.stdout.errors
+    run(capsys, "heads", "gap")
+    assert sys.stdout.errors == before
+
+
+def test_of_several_processes_one_speaks(capsys, monkeypatch):
+    result = loop.Result("last", 1, {"test_top1": 50.0}, 1, "runs/x/model")
+    monkeypatch.setattr(loop, "train", lambda config: result)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for rank, printed in (("0", True), ("1", False)):
+        monkeypatch.setenv("RANK", rank)
+        for mode in ("--json", "--quiet"):
+            assert bool(run(capsys, "train", mode).out) == printed
 
 
 # every command

@@ -9,9 +9,12 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import fields
 from difflib import get_close_matches
+from io import TextIOWrapper
+from itertools import accumulate
+from os.path import expanduser
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -94,9 +97,9 @@ def parse(argv: Sequence[str]) -> Request:
     words = list(argv)
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
-    first = [word for word in words if word not in (*QUIET, *JSON)]  # these may stand anywhere
-    common = [word for word in words if word in (*QUIET, *JSON)]
-    command, rest = _find(first)
+    end = words.index("--") if "--" in words else len(words)
+    common = [word for word in words[:end] if word in (*QUIET, *JSON)]  # these may stand anywhere
+    command, rest = _find([word for word in words[:end] if word not in common] + words[end:])
     if "--help" in rest or "-h" in rest:
         print(help_of(command), end="")
         raise SystemExit(0)
@@ -108,7 +111,7 @@ def parse(argv: Sequence[str]) -> Request:
         if rest:
             raise ValueError(f"{_misspelt(rest, '', ['--help', '--version', *QUIET])} (see '{who} --help')")
         raise ValueError(f"a command is needed after '{who}'. Choose from: {', '.join(_choices(command))}")
-    return _read(command, [*rest, *common])
+    return _read(command, [*common, *rest])
 
 
 def _read(command: Command, words: list[str]) -> Request:
@@ -130,6 +133,8 @@ def _read(command: Command, words: list[str]) -> Request:
     except ArgumentError as error:
         said = _misspelt(words, str(error), known) or _wrong_value(read.options, str(error), options)
         raise ValueError(f"{said or _one_line(str(error))} {see}") from error
+    for option in options:
+        _complete(namespace, option)
     # jsonargparse before 4.49 has another name for it
     instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
     values = instantiate(namespace)
@@ -151,11 +156,35 @@ def _parser(command: Command) -> Any:
     return parser
 
 
+def _complete(values: Any, option: Option) -> None:
+    """Put a home folder into the value of an option, and refuse what the parser lets pass where a file says it.
+
+    Raises:
+        ValueError: for a section that is no mapping, null where there is no none, and a switch that is not true or false.
+    """
+    from jsonargparse import Namespace
+
+    *sections, _ = accumulate(option.name.split("."), lambda section, name: f"{section}.{name}")
+    for section in sections:
+        if not isinstance(values[section], Namespace):
+            raise ValueError(f"option --{section}: expected a mapping of its options, got {_in_yaml(values[section])}")
+    value = values[option.name]
+    if (value is None and not option.optional) or (option.switch and not isinstance(value, bool)):
+        raise ValueError(f"option --{option.name}: expected {option.expected}, got {_in_yaml(value)}")
+    if option.is_path and value:  # shells do it where a word begins, and leave --out=~/runs and files as they are
+        values[option.name] = list(map(expanduser, value)) if isinstance(value, list) else expanduser(value)
+
+
+def _in_yaml(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
 def _misspelt(words: Sequence[str], message: str, known: Sequence[str]) -> str | None:
     """What to say about the first option, typed or in a YAML file, that the parser does not have; None if it has all."""
     names = [name for name in known if not name.endswith("+")]
     typed = [word.split("=")[0].removesuffix("+") for word in words if re.match(r"-[^\d.]|--.", word)]
-    in_file = [f"--{name}" for name in re.findall(r"(?:[Oo]ption|[Kk]ey) '([\w.]+)'", message)]
+    found = re.findall(r"(?:Group '([\w.]+)' .*)?(?:[Oo]ption|[Kk]ey) '([\w.]+)'", message)
+    in_file = ["--" + ".".join(filter(None, names)) for names in found]
     for option in (*typed, *in_file):
         if option not in (*names, "--recipe", "-h", "--help"):
             near = get_close_matches(option, names, n=3, cutoff=0.65)
@@ -205,6 +234,21 @@ def _terminating() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
+@contextmanager
+def _streams() -> Iterator[None]:
+    """Let everything be written: what goes to a closed stream (``>&-``) is lost, and a letter that stdout cannot encode is
+    written by its number, as on stderr."""
+    with ExitStack() as stack:
+        for redirect, stream in ((redirect_stdout, sys.stdout), (redirect_stderr, sys.stderr)):
+            if stream is None:
+                stack.enter_context(redirect(stack.enter_context(open(os.devnull, "w", encoding="utf-8"))))
+        if isinstance(sys.stdout, TextIOWrapper):
+            stack.callback(sys.stdout.reconfigure, errors=sys.stdout.errors)
+            sys.stdout.reconfigure(errors="backslashreplace")
+        yield
+
+
+@_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what the user can mend gets one line on stderr.
 

@@ -4,6 +4,7 @@ import csv
 import json
 import os
 import pickle
+import shutil
 import struct
 import subprocess
 import sys
@@ -16,6 +17,7 @@ import torch
 from PIL import Image
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
+from eigengrain.cli import main
 from eigengrain.commands import predict as module
 from eigengrain.commands.predict import Predict, find_images, open_model, run
 from eigengrain.data import decode
@@ -267,6 +269,17 @@ def test_a_problem_is_one_line_whatever_the_file_is_called(checkpoint, photos, c
     assert "two\\nlines\\x1b[31m.png" in err
 
 
+def test_paths_of_the_document_are_those_of_the_files(checkpoint, photos, capfd):
+    """A script that reads it opens them; whatever letters they have, the document is one."""
+    names = ["two\nlines.png", "3.04\u202fPM.png", os.fsdecode(b"latin \xe9.png")]
+    for name in names:
+        shutil.copy(photos / "a.png", photos / name)
+    assert main(["predict", "photos", "--checkpoint", checkpoint, "--json"]) == 0
+    found = {row["path"] for row in json.loads(capfd.readouterr().out)["predictions"]}
+    assert {f"photos/{name}" for name in names} <= found
+    assert all(os.path.exists(path) for path in found)
+
+
 def test_no_image_at_all_is_a_failure_that_leaves_the_last_result_alone(checkpoint, photos, damaged, capsys):
     (photos.parent / "predictions.csv").write_text("earlier")
     assert run(Predict(["photos/text.png", "photos/huge.png"], checkpoint)) == 1
@@ -378,7 +391,7 @@ def test_models_that_cannot_name_anything(tmp_path):
 @pytest.mark.parametrize(
     ("section", "values", "reason"),
     [
-        (None, {"label_names": ["only one"]}, "the model has 4 classes, the checkpoint has 1 names"),
+        (None, {"label_names": ["only one"]}, "class_names must be as many as the classes, 4, got 1"),
         (None, {"label_names": 4}, "class names must be a list"),
         (None, {"model": {}}, "does not describe a model"),
         ("model", {"backbone": 7}, "does not describe a model"),

@@ -10,7 +10,7 @@ from PIL import Image
 
 from eigengrain.data import ImageSet, decode
 from eigengrain.data.decode import open_image
-from eigengrain.data.files import images_below
+from eigengrain.data.files import images_below, printable
 
 
 def photo(path, size=(60, 50), mode="RGB", **options):
@@ -150,6 +150,12 @@ def test_drawings_reach_no_interpreter(tmp_path):
     (tmp_path / "a.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
     with pytest.raises(ValueError, match="not an image"):
         open_image(tmp_path / "a.jpg")
+
+
+def test_only_letters_that_disturb_a_line_are_rewritten():
+    for name in ("Screenshot at 3.04\u202fPM.png", "می\u200cخواهم.png", "a\xa0b.png", "👩\u200d🔬.png", "鳥.png"):
+        assert printable(name) == name
+    assert printable("a\nb\x1b[31m\u2028\udce9\u202egnp.exe") == "a\\nb\\x1b[31m\\u2028\\udce9\\u202egnp.exe"
 
 
 def test_images_below_a_folder(tmp_path):

@@ -1,6 +1,7 @@
 """Every reader on a small folder as published, and what a folder gets that is not."""
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -141,6 +142,10 @@ def test_aircraft_levels_and_lists(aircraft):
         open_dataset("aircraft", aircraft, level="famly")
     with pytest.raises(ValueError, match="unknown option of aircraft 'levl': did you mean 'level'"):
         open_dataset("aircraft", aircraft, levl="family")
+    boxes = aircraft / "data/images_box.txt"
+    boxes.write_text(boxes.read_text().replace("2 2 30 40", "2 2 thirty 40"))
+    with pytest.raises(ValueError, match=r"images_box.txt has '2 2 thirty 40' for image 0002, where left, top, right"):
+        open_dataset("aircraft", aircraft)
     (aircraft / "data/variants.txt").write_text("707-320\n")
     with pytest.raises(ValueError, match=r"has the class 'Cessna 172', which variants.txt does not have"):
         open_dataset("aircraft", aircraft)
@@ -237,11 +242,43 @@ def test_folder_with_a_split_file(folder):
         ("path,split\ntrain/cat/0.png,tain\n", "has the split 'tain'"),
         ("file,part\na,b\n", "needs the columns path and split, it has file, part"),
         ("path,split\n0.png,train\n", "lies in no class folder"),
+        ("split,path\ntrain\n", "has a line that ends before its path and its split"),
+        ("path,split\ntrain/cat/0.png\n", "has a line that ends before its path and its split"),
+        (
+            "path,split\na/0.png,train\na/0.png,test\n",
+            "has the path 'a/0.png' more than once: an image belongs to one split",
+        ),
         ("path,split\ntrain/cat/0.png,test\n", "names no image for this split"),
     ):
         other.write_text(text)
         with pytest.raises(ValueError, match=message):
             open_dataset("folder", folder, split_file=other)
+
+
+def test_a_split_file_in_the_home_folder(folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(folder))
+    (folder / "mine.csv").write_text("path,split\ntrain/cat/0.png,train\ntrain/dog/0.png,train\n")
+    assert len(open_dataset("folder", folder, split_file="~/mine.csv")) == 2
+
+
+def test_images_of_a_class_are_read_once_and_hidden_ones_not_at_all(folder):
+    cats = folder / "train/cat"
+    for name in (".ipynb_checkpoints/0-checkpoint.png", "young/9.png"):
+        (cats / name).parent.mkdir()
+        shutil.copy(cats / "0.png", cats / name)
+    (cats / "again").symlink_to(".")
+    found = open_dataset("folder", folder)
+    assert found.class_counts() == [4, 3]
+    assert found.paths[:4] == [cats / "0.png", cats / "1.png", cats / "2.png", cats / "young/9.png"]
+
+
+def test_names_of_classes_that_are_no_text(folder):
+    """As files and terminals can have them, so that no result is lost at its end."""
+    for part in ("train", "test"):
+        (folder / part / "cat").rename(os.fsdecode(bytes(folder / part) + b"/caf\xe9"))
+    found = open_dataset("folder", folder)
+    assert found.classes == ["caf\\udce9", "dog"]
+    assert found.image(0).size == (12, 10)
 
 
 def test_names_and_splits_are_checked(folder):

@@ -15,6 +15,7 @@ import yaml
 from eigengrain import cli
 from eigengrain.commands import evaluate as evaluate_command
 from eigengrain.commands.evaluate import Evaluate
+from eigengrain.data.config import Transforms
 from eigengrain.models import from_pretrained
 from eigengrain.recipes import expand
 from eigengrain.training.config import Train, from_mapping
@@ -99,6 +100,20 @@ def test_evaluate_says_what_training_said(trained, tmp_path, capsys):
     assert "as trained" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ({"kind": "timm", "crop_pct": 0.95, "img_size": 64}, {"crop_pct": 0.95}),
+        ({"kind": "paper", "resize": 64, "img_size": 64}, {"resize": 32}),
+        ({"kind": "scripts", "keep_aspect": False, "img_size": 64}, {"keep_aspect": False, "resize": None}),
+    ],
+)
+def test_other_sizes_are_prepared_as_in_training(own, expected):
+    training = from_mapping({"data": {"transforms": own}})
+    found = evaluate_command._transforms(Evaluate("x", img_size=32), None, training)
+    assert found == Transforms(**{**own, "img_size": 32, **expected})
+
+
 def test_evaluate_subsets_flips_and_classes_of_a_plain_model(trained, tmp_path, capsys):
     out, classes = tmp_path / "out.csv", tmp_path / "classes.csv"
     options = ["--checkpoint", str(trained / "model"), "--data", "plumage", "--data_options", BIRDS, "--flip"]
@@ -130,6 +145,10 @@ def test_evaluate_subsets_flips_and_classes_of_a_plain_model(trained, tmp_path, 
         (
             ["--checkpoint", "RUN/model", "--data", "plumage", "--data_options", BIRDS.replace("classes: 3", "classes: 5")],
             "3 classes and plumage has 5",
+        ),
+        (
+            ["--checkpoint", "RUN", "--per_class", "/proc"],
+            "cannot write the file /proc: choose another place with --per_class",
         ),
         (["--checkpoint", "RUN", "--subsett", "top:3"], "unknown option '--subsett': did you mean '--subset'"),
     ],

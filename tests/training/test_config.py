@@ -50,6 +50,8 @@ def test_yaml_there_and_back():
         ({"data": 3}, "data must be a mapping of names to values, got 3"),
         ({"epochs": "many"}, "epochs"),
         ({"epochs": 0}, "--epochs must be a number at least 1, got 0"),
+        ({"epochs": None}, "option epochs must not be null"),
+        ({"schedule": {"drops": None}}, "option schedule.drops must not be null"),
         ({"amp": "bf61"}, "unknown --amp 'bf61': did you mean 'bf16'"),
         ({"select": "best"}, "unknown --select 'best': did you mean 'best-"),
         ({"schedule": {"kind": "cosin"}}, "did you mean 'cosine'"),

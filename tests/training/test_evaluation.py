@@ -1,5 +1,6 @@
 """Accuracy against a count by hand, for subsets, flips and batches of any size."""
 
+import copy
 import math
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from eigengrain.errors import NonFiniteError
 from eigengrain.functional import EigenSubset
 from eigengrain.models import create_model
 from eigengrain.training.evaluation import MixedPrecision, evaluate
@@ -85,6 +87,13 @@ def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, mon
     monkeypatch.setattr(model.backbone, "forward_features", lambda x: calls.append(len(x)) or original(x))
     evaluate(model, batches(images, 11), subsets=("all", "top:3", "last:2"))
     assert calls == [11]
+
+
+def test_a_model_that_diverged_has_no_accuracy(model, images):
+    spoilt = copy.deepcopy(model)
+    spoilt.classifier.weight.data[0] = math.nan
+    with pytest.raises(NonFiniteError, match="scores are NaN or infinite"):
+        evaluate(spoilt, batches(images, 4))
 
 
 def test_batches_do_not_matter_and_the_model_is_left_as_it_was(model, images):

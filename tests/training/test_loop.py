@@ -3,6 +3,7 @@
 import csv
 import json
 import math
+import os
 from dataclasses import replace
 
 import numpy as np
@@ -237,6 +238,16 @@ def test_early_stop_after_two_epochs_without_progress_and_not_undone_by_resume(t
     assert train(replace(config, resume=True), colours()).epochs_trained == 4
 
 
+@pytest.mark.parametrize(("accuracies", "epochs", "best"), [((3.0, 2.0), 6, 3), ((3.0, 4.0, 4.0), 9, 6)])
+def test_early_stop_waits_for_an_evaluation(tmp_path, monkeypatch, accuracies, epochs, best):
+    """Epochs that nobody looked at are not epochs without progress."""
+    falling(monkeypatch, [(None, a) for a in accuracies])
+    config = small(tmp_path, epochs=20, early_stop=2, eval_every=3, select="best-test")
+    result = train(config, colours(train=4))
+    assert (result.epochs_trained, result.epoch) == (epochs, best)
+    assert train(replace(config, resume=True), colours(train=4)) == result
+
+
 def test_evaluation_every_other_epoch_and_the_last(tmp_path):
     train(small(tmp_path, epochs=3, eval_every=2), colours())
     assert [bool(row["test_top1"]) for row in rows(tmp_path)] == [False, True, True]
@@ -261,6 +272,8 @@ def test_an_optimiser_that_is_misspelt_or_an_option_it_has_not():
         build_optimiser(model, Optimiser("adamv"))
     with pytest.raises(ValueError, match=r"optimiser 'sgd' cannot be made: .*bets"):
         build_optimiser(model, Optimiser("sgd", options={"bets": 1}))
+    with pytest.raises(ValueError, match="optimiser 'adahessian' takes second derivatives"):
+        build_optimiser(model, Optimiser("adahessian"))
 
 
 @pytest.mark.parametrize("kind", ["cosine", "tanh", "step", "poly", "drops", "constant"])
@@ -298,6 +311,29 @@ def test_plateau_drops_when_the_watched_accuracy_stands_still(tmp_path, monkeypa
     values = [float(row["lr_backbone"]) for row in rows(tmp_path)]
     assert values[0] == pytest.approx(0.02)
     assert values[-1] < values[0] / 9
+
+
+def test_plateau_counts_evaluations_alone(tmp_path, monkeypatch):
+    falling(monkeypatch, [(None, 5.0)] * 4)
+    schedule = Schedule("plateau", factor=0.1, patience=1)
+    train(small(tmp_path, epochs=8, eval_every=2, schedule=schedule, select="best-test"), colours(train=4))
+    # the third evaluation, after epoch 6, is the second without progress
+    values = [float(row["lr_backbone"]) for row in rows(tmp_path)]
+    assert values == pytest.approx([0.02] * 6 + [0.002] * 2)
+
+
+def test_the_warm_up_of_plateau_climbs_at_every_update():
+    optimiser = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1.0, "name": "backbone"}])
+    config = Schedule("plateau", factor=0.5, patience=1, warmup_epochs=1.5, warmup_lr=0.1)
+    schedule = build_schedule(optimiser, config, epochs=6, updates_per_epoch=4)
+    values = []
+    for update in range(1, 25):
+        values.append(optimiser.param_groups[0]["lr"])
+        schedule.step_update(update)
+        if update % 4 == 0:
+            schedule.step(update // 4, 7.0)
+    # six updates of warm-up; accuracies count from epoch 2 on, where the first is the best, and 3 and 4 bring no progress
+    assert values == pytest.approx([0.1 + 0.9 * t / 6 for t in range(6)] + [1.0] * 10 + [0.5] * 8)
 
 
 def test_channels_last_and_bf16_train(tmp_path):
@@ -342,6 +378,19 @@ def test_broken_images_are_listed_before_training(tmp_path):
     assert [line.split("\t")[0] for line in listed] == [str(files[1]), str(files[4])]
 
 
+def test_a_broken_image_whose_name_is_no_text(tmp_path):
+    file = bytes(tmp_path) + b"/latin \xe9\n.png"
+    with open(file, "wb"):
+        pass
+    sources = Sources(ImageSet("files", "train", ["a"], [0], [os.fsdecode(file)]), colours().test)
+    with pytest.raises(ValueError, match="1 images cannot be read"):
+        train(small(tmp_path / "run", batch_size=2), sources)
+    assert (tmp_path / "run/unreadable.txt").read_text() == f"{tmp_path}/latin \\udce9\\n.png\tthe file is empty\n"
+    (tmp_path / "taken").touch()
+    with pytest.raises(ValueError, match=r"cannot make the folder .*taken .*choose another with --out"):
+        train(small(tmp_path / "taken"), sources)
+
+
 @pytest.mark.parametrize("side", [32, 37, 448])
 @pytest.mark.parametrize(
     "transforms",
@@ -362,11 +411,61 @@ def test_a_model_says_how_its_test_images_were_prepared(transforms, side):
 
     config = Transforms(img_size=side, **transforms)
     model = create_model("test_resnet", head="gap", num_classes=2)
-    describe_input(model, config)
+    describe_input(model, config, colours().train)
     pixels = np.random.default_rng(0).integers(0, 256, (50, 71, 3), dtype=np.uint8)
     ours = build_transform(config, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     theirs = create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))
     torch.testing.assert_close(ours(Image.fromarray(pixels)), theirs(Image.fromarray(pixels)))
+
+
+def test_a_model_of_images_as_they_are_says_their_size():
+    from timm.data import create_transform, resolve_data_config
+
+    from eigengrain.data.config import Transforms
+
+    class Wide(ImageSet):
+        def image(self, index):
+            return Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 40, 3), dtype=np.uint8))
+
+    images = Wide("wide", "train", ["a"], [0])
+    model = create_model("test_resnet", head="gap", num_classes=2)
+    describe_input(model, Transforms("none"), images)
+    assert model.pretrained_cfg["input_size"] == (3, 30, 40)
+    ours = build_transform(Transforms("none"), False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))
+    torch.testing.assert_close(ours(images.image(0)), theirs(images.image(0)))
+
+
+@pytest.mark.parametrize("head", ["gap", "mpncov"])
+def test_weights_that_the_last_step_has_spoilt_are_no_result(tmp_path, head):
+    """The losses were all numbers, and what is evaluated and would be kept is none."""
+    model = Model("test_resnet", head=head, reduce=None if head == "gap" else 3)
+    with pytest.raises(DivergedError, match=r"scores are NaN or infinite in epoch 1 at batch 1 of 1: lower --opt"):
+        train(small(tmp_path, epochs=1, optimiser=Optimiser(lr=1e30), model=model), colours(train=4))
+    assert not (tmp_path / "model").exists()
+
+
+def test_solves_that_an_evaluation_repairs_are_not_counted_as_of_training(tmp_path, monkeypatch):
+    repairs = {"eigh": 0}
+
+    def counted(reset=False):
+        found = dict(repairs)
+        repairs["eigh"] *= not reset
+        return found
+
+    def evaluated(*arguments, **options):
+        repairs["eigh"] += 100
+        return evaluate(*arguments, **options)
+
+    monkeypatch.setattr(loop, "solver_repairs", counted)
+    monkeypatch.setattr(loop, "evaluate", evaluated)
+
+    def step(*_):
+        repairs["eigh"] += 1
+
+    repairs["eigh"] = 1000  # of something else in this process
+    train(small(tmp_path, epochs=2), colours(), step)
+    assert [row["repaired_solves"] for row in rows(tmp_path)] == ["5", "5"]
 
 
 def test_names_are_refused_before_anything_is_written(tmp_path):

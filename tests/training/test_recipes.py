@@ -7,6 +7,7 @@ import pytest
 import torch
 import yaml
 
+from eigengrain import cli
 from eigengrain.data.catalogue import list_datasets
 from eigengrain.models import create_model
 from eigengrain.recipes import expand, list_recipes, load_recipe, recipe_path
@@ -117,3 +118,20 @@ def test_a_recipe_on_the_command_line_goes_in_front_so_that_options_win():
         with pytest.raises(ValueError) as error:
             expand(words)
         assert said in str(error.value)
+
+
+def test_a_file_of_options_starts_from_the_recipe_that_it_names(tmp_path):
+    file = tmp_path / "mine.yaml"
+    file.write_text("recipe: plumage-demo\nepochs: 3\n")
+    recipe = recipe_path("plumage-demo")
+    for words in (["--config", str(file)], [f"--config={file}"], ["--config", str(file), "--recipe", "plumage-demo"]):
+        assert expand([*words, "--seed", "1"]) == ["--config", recipe, "--config", str(file), "--seed", "1"]
+    config = cli.parse(["train", "--config", str(file), "--seed", "1"]).config
+    assert config == load_recipe("plumage-demo", {"epochs": 3, "seed": 1})
+    with pytest.raises(ValueError, match=r"2 times \(birds-vgg16-paper, plumage-demo\)"):
+        expand(["--config", str(file), "--recipe", "birds-vgg16-paper"])
+    file.write_text("recipe: plumage-dmo\n")
+    with pytest.raises(ValueError, match="did you mean 'plumage-demo'"):
+        expand(["--config", str(file)])
+    for words in (["--config"], ["--config="], ["--config", "none.yaml"], ["--config", str(tmp_path)]):
+        assert expand(words) == words  # the parser speaks of these

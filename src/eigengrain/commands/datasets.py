@@ -114,11 +114,10 @@ def check(config: Datasets) -> int:
     out = writable(config.out) if config.out is not None else None
     found = _open_folder(config) if config.root is None else _open_by_name(config)
     problems = [*found.empty, *find_problems(found.splits, min(config.workers, os.cpu_count() or 1))]
-    problems = [replace(p, path=printable(p.path), reason=printable(p.reason)) for p in problems]
     if out is not None:
         _write(out, problems)
     spoilt = not all(map(_is_harmless, problems))
-    shown = [f"{problem.kind}: {problem.path}: {problem.reason}" for problem in sorted(problems, key=_is_harmless)]
+    shown = [printable(f"{p.kind}: {p.path}: {p.reason}") for p in sorted(problems, key=_is_harmless)]
     _say(*found.said)
     kinds = Counter(problem.kind for problem in problems)
     counts = [f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")]
@@ -193,4 +192,4 @@ def _write(path: Path, problems: Sequence["Problem"]) -> None:
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, [field.name for field in fields(Problem)])
         writer.writeheader()
-        writer.writerows(asdict(problem) for problem in problems)
+        writer.writerows(asdict(replace(p, path=printable(p.path), reason=printable(p.reason))) for p in problems)

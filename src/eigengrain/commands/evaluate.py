@@ -1,7 +1,7 @@
 """``eigengrain evaluate``: accuracy of a trained model on a split. Nothing heavy is imported before it runs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,7 +93,7 @@ def run(config: Evaluate) -> None:
     subsets = [str(EigenSubset.parse(text)) for text in config.subset] or ["own"]
     folder, training = find_run(config.checkpoint)
     out = writable(config.out or Path(config.checkpoint) / "evaluation.csv")
-    per_class = writable(config.per_class) if config.per_class else None
+    per_class = writable(config.per_class, "--per_class") if config.per_class else None
     with join(config.device) as process:
         model, dataset = open_for_evaluation(config, folder, training)
         model.to(process.device)
@@ -204,7 +204,7 @@ def open_for_evaluation(config: Evaluate, folder: Path, training: "Train | None"
     if transforms is None:
         dataset.transform = plain_transform(model)
     else:
-        describe_input(model, transforms)
+        describe_input(model, transforms, dataset)
         dataset.transform = build_transform(transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     return model, dataset
 
@@ -218,5 +218,5 @@ def _transforms(config: Evaluate, model: "CovarianceNet", training: "Train | Non
     if config.kind is not None:
         return Transforms(config.kind, size)  # type: ignore[arg-type]
     if own is not None:
-        return Transforms(own.kind, size, keep_aspect=own.keep_aspect, interpolation=own.interpolation)
+        return replace(own, img_size=size, resize=own.resize and round(own.resize * size / own.img_size))
     raise ValueError("--img_size of a folder without args.yaml needs --kind, such as paper")

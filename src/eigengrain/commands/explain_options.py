@@ -133,8 +133,8 @@ def expand(words: Sequence[str]) -> list[str]:
         values = [value] if given else []
         while not given and rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
-        # a list in brackets is read as it is, unless it is the name of a file
-        listed = len(values) == 1 and values[0].startswith("[") and not os.path.exists(values[0])
+        # a list in brackets or with commas is read as it is, unless it is the name of a file
+        listed = len(values) == 1 and ("," in values[0] or values[0].startswith("[")) and not os.path.exists(values[0])
         if listed or not values:
             found += [word, *([] if given else values)]
         else:

@@ -55,6 +55,16 @@ class Option:
         return tuple(kind for kind in (get_args(self.hint) if union else (self.hint,)) if kind is not type(None))
 
     @property
+    def optional(self) -> bool:
+        """Whether it may be null."""
+        return type(None) in get_args(self.hint)
+
+    @property
+    def is_path(self) -> bool:
+        """Whether a value is the place of a file or a folder, or of several."""
+        return _METAVARS.get(self.last) in ("FOLDER", "PATH", "FILE") and self.kinds in ((str,), (list[str],))
+
+    @property
     def is_list(self) -> bool:
         """Whether a value may be a list of any length."""
         return any(get_origin(kind) is list for kind in self.kinds)
@@ -103,7 +113,7 @@ class Option:
             'a whole number or auto or null'
         """
         said = sorted({_in_words(kind) for kind in self.kinds}, key=lambda text: ("list" in text, text))
-        return " or ".join([*said, *(["null"] if type(None) in get_args(self.hint) else [])])
+        return " or ".join([*said, *(["null"] if self.optional else [])])
 
     @property
     def default_text(self) -> str:

@@ -136,19 +136,16 @@ def _check_use(model: "CovarianceNet", config: Predict) -> None:
 
 def _names(model: "CovarianceNet", file: str | None) -> list[str]:
     """Class names from the checkpoint, from a text file, or numbers."""
-    names, source = model.class_names, "the checkpoint"
+    names = model.class_names
     if file is not None:
-        source = repr(file)
         try:
             names = Path(file).read_text(encoding="utf-8-sig").strip().splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ValueError(f"cannot read the class names of {file!r} ({error}): a text file, one name a line") from None
     if names is None:
         return [str(number) for number in range(model.num_classes)]
-    if not isinstance(names, list):
-        raise ValueError(f"class names must be a list, {source} has {names!r}: give a text file with --class_names")
     if len(names) != model.num_classes:
-        raise ValueError(f"the model has {model.num_classes} classes, {source} has {len(names)} names")
+        raise ValueError(f"the model has {model.num_classes} classes, {file!r} has {len(names)} names")
     return [str(name).strip() for name in names]
 
 
@@ -325,4 +322,4 @@ def run(config: Predict) -> int:
 
 def _as_json(prediction: Prediction) -> dict[str, object]:
     classes = [{"class": name, "probability": p} for name, p in prediction.classes]
-    return {"path": printable(prediction.path), "classes": classes, "problem": prediction.problem or None}
+    return {"path": prediction.path, "classes": classes, "problem": prediction.problem or None}

@@ -8,6 +8,7 @@ from eigengrain.training.config import Train
 
 def run(config: Train) -> int:
     """Train; the exit code is 0, or 130 and 143 after Ctrl-C and SIGTERM, when the checkpoint is written."""
+    from eigengrain.training.distributed import is_first
     from eigengrain.training.interrupt import Interrupted
     from eigengrain.training.loop import train
 
@@ -16,7 +17,7 @@ def run(config: Train) -> int:
     except Interrupted as stop:
         print(f"eigengrain: {stop}", file=sys.stderr)
         return stop.exit_code
-    if result is not None:
+    if result is not None and is_first():
         scores = ", ".join(f"{name} {value:.2f}" for name, value in result.scores.items() if not name.endswith("loss"))
         said = f"epoch {result.epoch} (select: {result.select}): {scores}; model: {result.model}"
         output.reading().print(said, soft_wrap=True, markup=False, highlight=False)

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, get_origin
 
 from eigengrain.commands.options import Option
 
@@ -62,7 +62,7 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
         else:
             typed.add(name)
             value = value if given else rest.pop(0)
-            found.append(f"--{name}={_listed(value, option) if option and not name.endswith('+') else value}")
+            found.append(f"--{name}={_listed(value, option) if option else value}")
     for name, many in positional.items():
         if not loose:
             break
@@ -80,7 +80,8 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
 def _listed(value: str, option: Option) -> str:
     """A list in brackets, where commas say that it is one or the option takes nothing else."""
     only = len(option.kinds) == 1
-    if not option.is_list or not value or value.startswith("[") or value == "null" or not (only or "," in value):
+    takes_one = option.is_list or any(get_origin(kind) is tuple for kind in option.kinds)
+    if not takes_one or not value or value.startswith("[") or value == "null" or not (only or "," in value):
         return value
     # words are quoted, so that no letter of them is read as YAML
     return json.dumps(value.split(","), ensure_ascii=False) if option.kinds == (list[str],) else f"[{value}]"

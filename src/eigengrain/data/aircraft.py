@@ -47,7 +47,14 @@ def open_aircraft(root: str | Path, split: str, level: str = "variant", with_val
 def _boxes(file: Path, samples: list[list[str]]) -> list[list[float]] | None:
     if not file.is_file():
         return None
-    given = {image: [float(number) for number in box] for image, *box in rows(find_entry("aircraft"), file, 5)}
+    given = {}
+    for image, *box in rows(find_entry("aircraft"), file, 5):
+        try:
+            given[image] = [float(number) for number in box]
+        except ValueError:
+            raise ValueError(
+                f"aircraft: {file} has {' '.join(box)!r} for image {image}, where left, top, right and bottom are expected"
+            ) from None
     lost = [image for image, _ in samples if image not in given]
     if lost:
         raise ValueError(f"aircraft: {len(lost)} images have no box in {file}, the first is {lost[0]}")

@@ -1,6 +1,7 @@
 """Which files are images, by their names; none is opened. No torch and no Pillow here."""
 
 import os
+import unicodedata
 from collections.abc import Iterator
 
 #: how the names of image files end
@@ -8,6 +9,9 @@ SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
 )
+
+#: letters that turn the direction of writing, with which a name can look like another
+_DIRECTIONS = ("LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI")
 
 
 def is_image_name(name: str) -> bool:
@@ -50,4 +54,12 @@ def printable(path: str) -> str:
         >>> print(printable("two\nlines.png"))
         two\nlines.png
     """
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in path)
+    return "".join(c.encode("unicode_escape").decode() if _disturbs(c) else c for c in path)
+
+
+def _disturbs(letter: str) -> bool:
+    """Whether a letter ends a line, steers the terminal, turns the direction of writing or stands for a byte that is none.
+
+    Blanks and joiners of all kinds may stay: names of screenshots, and in many scripts, have them.
+    """
+    return unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp") or unicodedata.bidirectional(letter) in _DIRECTIONS

@@ -1,11 +1,11 @@
 """Images in a folder for each class: ImageNet, and a user's own."""
 
 import csv
+from collections import Counter
 from pathlib import Path
 
-from eigengrain import _torchvision  # noqa: F401
 from eigengrain.data.catalogue import Entry, find_entry
-from eigengrain.data.files import is_image_name
+from eigengrain.data.files import images_below, printable
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error, missing_text
 
@@ -45,7 +45,7 @@ def open_folder(root: str | Path, split: str, split_file: str | Path | None = No
     """
     entry = find_entry("folder")
     root = find_root(entry, root)
-    table = Path(split_file) if split_file is not None else root / "split.csv"
+    table = Path(split_file).expanduser() if split_file is not None else root / "split.csv"
     if split_file is not None or table.is_file():
         return _open_table(entry, root, split, table)
     test = next((name for name in TEST_FOLDERS if (root / name).is_dir()), None)
@@ -69,20 +69,16 @@ def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
             f"{entry.name}: the classes differ: {len(names['train'])} for training, {len(names['test'])} for test; "
             f"{'; '.join(said)}: give each class a folder in both"
         )
-    from torchvision.datasets.folder import make_dataset
-
     classes = names[split]
-    place = {name: k for k, name in enumerate(classes)}
-    samples = make_dataset(folders[split], place, is_valid_file=_is_image, allow_empty=True)
-    labels = [label for _, label in samples]
-    seen = set(labels)
-    empty = [name for name in classes if place[name] not in seen]
+    files = [images_below(str(folders[split] / name)) for name in classes]
+    empty = [name for name, found in zip(classes, files, strict=True) if not found]
     if empty:
         raise ValueError(
             f"{entry.name}: {len(empty)} of {len(classes)} class folders in {folders[split]} have no images: {_few(empty)}"
             "; add images (.jpg, .png, .webp, …) or remove the folders"
         )
-    return ImageSet(entry.name, split, classes, labels, [path for path, _ in samples])
+    labels = [k for k, found in enumerate(files) for _ in found]
+    return ImageSet(entry.name, split, _titles(classes), labels, [path for found in files for path in found])
 
 
 def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
@@ -94,7 +90,9 @@ def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
         raise ValueError(f"{entry.name}: cannot read the split file {table} ({error})") from None
     if not {"path", "split"} <= set(columns):
         raise ValueError(f"{entry.name}: {table} needs the columns path and split, it has {', '.join(columns) or 'none'}")
-    wrong = [line["split"] for line in lines if (line["split"] or "").strip().lower() not in _SPLITS]
+    if any(None in (line["path"], line["split"]) for line in lines):
+        raise ValueError(f"{entry.name}: {table} has a line that ends before its path and its split")
+    wrong = [line["split"] for line in lines if line["split"].strip().lower() not in _SPLITS]
     if wrong:
         raise ValueError(f"{entry.name}: {table} has the split {wrong[0]!r}; it must be train or test (or val)")
     flat = [line["path"] for line in lines if len(Path(line["path"]).parts) < 2]
@@ -102,6 +100,9 @@ def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
         raise ValueError(
             f"{entry.name}: {table} has the path {flat[0]!r}, which lies in no class folder; write CLASS/{flat[0]}"
         )
+    twice = [path for path, times in Counter(line["path"] for line in lines).items() if times > 1]
+    if twice:
+        raise ValueError(f"{entry.name}: {table} has the path {twice[0]!r} more than once: an image belongs to one split")
     classes = sorted({Path(line["path"]).parent.name for line in lines})
     chosen = [Path(line["path"]) for line in lines if _SPLITS[line["split"].strip().lower()] == split]
     paths = [root / path for path in chosen]
@@ -109,15 +110,16 @@ def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
     place = {name: k for k, name in enumerate(classes)}
     labels = [place[path.parent.name] for path in chosen]
     check_classes(entry, split, classes, labels, table)
-    return ImageSet(entry.name, split, classes, labels, paths)
+    return ImageSet(entry.name, split, _titles(classes), labels, paths)
 
 
 def _class_folders(folder: Path) -> list[str]:
     return sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
 
 
-def _is_image(path: str) -> bool:
-    return is_image_name(Path(path).name)
+def _titles(folders: list[str]) -> list[str]:
+    """Names of class folders as files and terminals can have them."""
+    return [printable(name) for name in folders]
 
 
 def _few(names: list[str]) -> str:
@@ -126,6 +128,7 @@ def _few(names: list[str]) -> str:
 
 def _imagenet_names(synsets: list[str]) -> list[str]:
     """Names of the classes for reading, where timm knows them: 'n01440764' is 'tench, Tinca tinca'."""
+    from eigengrain import _torchvision  # noqa: F401  isort: skip
     from timm.data import ImageNetInfo
 
     known = ImageNetInfo()

@@ -92,8 +92,12 @@ def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
     return model.eval()
 
 
-def _check_names(names: list[str] | None, model: CovarianceNet) -> None:
-    if names is not None and len(names) != model.num_classes:
+def _check_names(names: object, model: CovarianceNet) -> None:
+    if names is None:
+        return
+    if not isinstance(names, list):
+        raise ValueError(f"class names must be a list, got {names!r}")
+    if len(names) != model.num_classes:
         raise ValueError(f"class_names must be as many as the classes, {model.num_classes}, got {len(names)}")
 
 

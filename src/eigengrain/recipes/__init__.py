@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
 from eigengrain.errors import unknown_name
@@ -63,6 +64,8 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> "Train
 def expand(words: Sequence[str]) -> list[str]:
     """Words of a command line with ``--recipe NAME`` as ``--config FILE``, in front, so that all other options win.
 
+    A file of ``--config`` may name its recipe too.
+
     Args:
         words: what follows the command's name.
 
@@ -75,6 +78,7 @@ def expand(words: Sequence[str]) -> list[str]:
     """
     rest: list[str] = []
     names: list[str] = []
+    in_files: list[str] = []
     pending = iter(words)
     for word in pending:
         if word == "--recipe":
@@ -84,8 +88,26 @@ def expand(words: Sequence[str]) -> list[str]:
             names.append(name)
         elif word.startswith("--recipe="):
             names.append(word.partition("=")[2])
+        elif word == "--config" or word.startswith("--config="):
+            file = next(pending, "") if word == "--config" else word.partition("=")[2]
+            in_files += _named_in(file)
+            rest += ["--config", file] if file else [word]
         else:
             rest.append(word)
+    names += [name for name in dict.fromkeys(in_files) if name not in names]
     if len(names) > 1:
-        raise ValueError(f"--recipe was given {len(names)} times ({', '.join(names)}): choose one")
+        raise ValueError(f"--recipe was given {len(names)} times ({', '.join(names)}), in files or here: choose one")
     return [*(part for name in names for part in ("--config", recipe_path(name))), *rest]
+
+
+def _named_in(file: str) -> list[str]:
+    """The recipe that a file of options starts from, if any; of a file that cannot be read the parser will speak."""
+    import yaml
+
+    try:
+        with open(expanduser(file), encoding="utf-8") as content:
+            values = yaml.safe_load(content)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        return []
+    name = values.get("recipe") if isinstance(values, dict) else None
+    return [name] if isinstance(name, str) else []

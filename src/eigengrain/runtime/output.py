@@ -118,9 +118,14 @@ def result(document: Any, bare: Iterable[object] = ()) -> None:
         document: for ``--json``: of mappings, lists, dataclasses, paths, texts and numbers; NaN and infinity become null.
         bare: for ``--quiet``: one line each.
     """
-    if current().json:
+    stdout = current().stdout
+    if stdout is not None:
         text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
-        print(text, file=current().stdout, flush=True)
+        try:
+            text.encode(stdout.encoding or "utf-8")
+        except UnicodeEncodeError:  # by their numbers, which JSON has for letters that stdout has not
+            text = json.dumps(json.loads(text), indent=2)
+        print(text, file=stdout, flush=True)
     elif current().quiet:
         for line in bare:
             print(line, flush=True)

@@ -7,8 +7,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def writable(path: str | Path) -> Path:
+def writable(path: str | Path, option: str = "--out") -> Path:
     """The path with its folder made: asked before the work, so that no result is lost for a folder that cannot be.
+
+    Args:
+        path: of the file.
+        option: by which the user has named it.
 
     Raises:
         ValueError: if the file cannot be written there.
@@ -17,13 +21,15 @@ def writable(path: str | Path) -> Path:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(f"cannot make the folder {path.parent} ({error.strerror}): choose another with --out") from error
+        raise ValueError(
+            f"cannot make the folder {path.parent} ({error.strerror}): choose another with {option}"
+        ) from error
     try:
         possible = os.access(path, os.W_OK) and not path.is_dir() if path.exists() else _takes_files(path.parent)
     except OSError:
         possible = False
     if not possible:
-        raise ValueError(f"cannot write the file {path}: choose another place with --out")
+        raise ValueError(f"cannot write the file {path}: choose another place with {option}")
     return path
 
 

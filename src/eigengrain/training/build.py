@@ -105,7 +105,6 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     if sources.val is None and config.data.val_fraction:
         raise ValueError("--data.val_fraction is set, and the data sets that were given have no validation images")
     model = build_model(config.model, sources.train.classes)
-    describe_input(model, config.data.transforms)
     if config.sync_bn and process.many:
         if process.device.type != "cuda":
             raise ValueError("--sync_bn needs CUDA devices: leave it out on the CPU")
@@ -119,6 +118,7 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     loaders = make_loaders(sources, model, config, process)
     if len(loaders.train) == 0:
         raise ValueError(f"there is no training image in {sources.train.name}")
+    describe_input(model, config.data.transforms, sources.train)
     optimiser = build_optimiser(model, config.optimiser)
     schedule = build_schedule(
         optimiser, config.schedule, config.epochs, updates_per_epoch=-(-len(loaders.train) // config.accumulate)

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from eigengrain.data.config import Transforms
 from eigengrain.errors import unknown_name
@@ -115,17 +115,17 @@ class Optimiser:
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rates change; all parts of the model keep their ratios.
+    """How the learning rates change; all parts of the model keep their ratios where warmup_lr and min_lr are 0.
 
     Args:
         kind: drops, constant, cosine, or timm's tanh, step, poly, plateau.
         drops: epochs after which the rates are multiplied by the factor, such as [50,100].
         factor: of a drop (drops, step, plateau); the power of poly.
         every: epochs between the drops of 'step'.
-        patience: epochs without progress before 'plateau' drops.
+        patience: evaluations without progress before 'plateau' drops.
         warmup_epochs: in which the rates climb in a straight line from warmup_lr; they may be fractions of an epoch.
-        warmup_lr: where the climb starts.
-        min_lr: where cosine, tanh, poly and plateau end.
+        warmup_lr: where the climb starts, in all parts alike.
+        min_lr: where cosine, tanh, poly and plateau end, in all parts alike.
     """
 
     kind: str = "drops"
@@ -313,6 +313,8 @@ def _check_keys(values: Mapping[str, Any], into: type[Any], prefix: str = "") ->
     for key, value in values.items():
         if key not in known:
             raise unknown_name("option", f"{prefix}{key}", [prefix + name for name in known])
+        if value is None and not is_dataclass(hints[key]) and type(None) not in get_args(hints[key]):
+            raise ValueError(f"option {prefix}{key} must not be null")
         if is_dataclass(hints[key]):
             _check_keys(value, hints[key], f"{prefix}{key}.")  # type: ignore[arg-type]
 

@@ -111,6 +111,11 @@ def join(device: str) -> Iterator[Process]:
         dist.destroy_process_group()
 
 
+def is_first() -> bool:
+    """Whether this is the process that speaks; of those that torchrun starts it is one, also after they have parted."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+
+
 def seed_everything(seed: int) -> None:
     """All generators that a training step may draw from."""
     torch.manual_seed(seed)

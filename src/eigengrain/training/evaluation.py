@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from eigengrain.errors import NonFiniteError
 from eigengrain.models import CovarianceNet
 from eigengrain.training.distributed import Process
 from eigengrain.training.graphs import recorded_features
@@ -133,6 +134,7 @@ def evaluate(
 
     Raises:
         ValueError: if there is no image, or the head has no such subset.
+        NonFiniteError: if the model's scores are no numbers.
 
     Example:
         >>> from eigengrain.models import create_model
@@ -175,6 +177,8 @@ def evaluate(
     samples = int(count.sum())
     if samples == 0:
         raise ValueError("there is no image to evaluate on: is the split empty?")
+    if not sums.isfinite().all():
+        raise NonFiniteError("the model's scores are NaN or infinite: is it of a training that diverged?")
     return [
         Score(
             subset=subset,

@@ -50,7 +50,7 @@ OnStep = Callable[[int, int, float], object]
 
 
 class DivergedError(FailedError):
-    """The loss, or what the head is given, is no longer a number.
+    """The loss, what the head is given, or what the model answers is no longer a number.
 
     Args:
         what: it is that is none.
@@ -121,7 +121,7 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
 
     Raises:
         ValueError: for an option that does not fit, before training starts.
-        DivergedError: if the loss or the features become NaN or infinite; the checkpoint before it is kept.
+        DivergedError: if the loss, the features or the scores become NaN or infinite; the checkpoint before it is kept.
         CheckpointError: if a checkpoint cannot be written or read.
         Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
@@ -164,6 +164,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             bar.reset(task, total=total, completed=progress.batch, description=f"epoch {epoch + 1}/{config.epochs}")
             run.loaders.train.set_epoch(epoch, start_batch=progress.batch)
             run.net.train()
+            solver_repairs(reset=True)  # those of an evaluation are not of this epoch's training
             losses: list[Tensor] = []  # on the device, not yet looked at
             norms: list[Tensor] = []
             clock = time.perf_counter()
@@ -231,15 +232,18 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
                 for split, loader in (("val", run.loaders.val), ("test", run.loaders.test)):
                     if loader is None:
                         continue
-                    [score] = evaluate(
-                        run.evaluated,
-                        loader,
-                        process,
-                        amp=config.amp,
-                        channels_last=config.channels_last,
-                        # alone only: shares of the images differ in length, so that several could not agree here
-                        each=lambda: save_and_stop(wish.signal) if wish.signal and not process.many else None,
-                    )
+                    try:
+                        [score] = evaluate(
+                            run.evaluated,
+                            loader,
+                            process,
+                            amp=config.amp,
+                            channels_last=config.channels_last,
+                            # alone only: shares of the images differ in length, so that several could not agree here
+                            each=lambda: save_and_stop(wish.signal) if wish.signal and not process.many else None,
+                        )
+                    except NonFiniteError as error:
+                        raise DivergedError("scores are NaN or infinite", epoch + 1, total, total, out) from error
                     scores |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}
             row: dict[str, Any] = {"epoch": epoch + 1, **meter.row(), **scores}
             watched = scores.get(f"{_watched_split(run)}_top1")
@@ -247,7 +251,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             if watched is not None and improved:
                 progress.best, progress.best_epoch = watched, epoch + 1
             progress.scores = {e: s for e, s in progress.scores.items() if e == progress.best_epoch} | {epoch + 1: scores}
-            run.schedule.step(epoch + 1, progress.best if watched is None else watched)
+            run.schedule.step(epoch + 1, watched)
             if summary is not None:
                 summary.append(row)
                 bar.console.print(_line(row, config.epochs), highlight=False, soft_wrap=True)
@@ -362,7 +366,9 @@ def _watched_split(run: Run) -> str:
 
 
 def _stalled(config: Train, progress: Progress) -> bool:
-    return config.early_stop is not None and progress.epoch - progress.best_epoch >= config.early_stop
+    """Whether the last evaluation saw no progress for so long; epochs that were not evaluated say nothing."""
+    evaluated = max((epoch for epoch, scores in progress.scores.items() if scores), default=0)
+    return config.early_stop is not None and evaluated - progress.best_epoch >= config.early_stop
 
 
 def _line(row: dict[str, Any], epochs: int) -> str:

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 from timm.optim import create_optimizer_v2, list_optimizers
-from timm.scheduler import MultiStepLRScheduler, create_scheduler_v2
+from timm.scheduler import MultiStepLRScheduler, PlateauLRScheduler, create_scheduler_v2
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
@@ -34,22 +34,44 @@ def build_optimiser(model: nn.Module, config: Optimiser) -> torch.optim.Optimize
     )
     name = "momentum" if config.opt == "sgd" else config.opt
     try:
-        return create_optimizer_v2(
+        optimiser = create_optimizer_v2(
             groups, name, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, **config.options
         )
     except (TypeError, AssertionError, ImportError, ValueError) as error:
         raise ValueError(f"optimiser {config.opt!r} cannot be made: {error}") from error
+    if getattr(optimiser, "is_second_order", False):
+        raise ValueError(f"optimiser {config.opt!r} takes second derivatives, which training does not: choose another")
+    return optimiser
+
+
+class _Plateau(PlateauLRScheduler):
+    """timm's, with a warm-up that climbs at every update, as those of the other schedules do, and not once an epoch."""
+
+    def __init__(self, optimiser: torch.optim.Optimizer, updates_per_epoch: int, **options: Any):
+        super().__init__(optimiser, **options)
+        self.updates_per_epoch = updates_per_epoch
+
+    def step_update(self, num_updates: int, metric: float | None = None) -> None:
+        if num_updates <= self.warmup_t:
+            self.update_groups([self.warmup_lr_init + num_updates * step for step in self.warmup_steps])
+
+    def step(self, epoch: int, metric: float | None = None) -> None:
+        if metric is not None and epoch * self.updates_per_epoch > self.warmup_t:
+            self.lr_scheduler.step(metric)
 
 
 def build_schedule(optimiser: torch.optim.Optimizer, config: Schedule, epochs: int, updates_per_epoch: int) -> Scheduler:
-    """The schedule, counted in updates, so that warm-up and cosine are smooth; only ``plateau`` counts epochs.
+    """The schedule, counted in updates, so that warm-up and cosine are smooth; only ``plateau`` counts evaluations.
 
     Raises:
         ValueError: if the warm-up is longer than the training.
     """
     if config.warmup_epochs > epochs:
         raise ValueError(f"--schedule.warmup_epochs must be at most --epochs {epochs}, got {config.warmup_epochs}")
-    warmup: dict[str, Any] = {"warmup_t": math.ceil(config.warmup_epochs * updates_per_epoch)}
+    warmup: dict[str, Any] = {
+        "warmup_t": math.ceil(config.warmup_epochs * updates_per_epoch),
+        "warmup_lr_init": config.warmup_lr,
+    }
     if config.kind in ("drops", "constant"):
         # timm drops one update early: it looks at the update that follows
         drops = [drop * updates_per_epoch + 1 for drop in config.drops]
@@ -57,23 +79,29 @@ def build_schedule(optimiser: torch.optim.Optimizer, config: Schedule, epochs: i
             optimiser,
             decay_t=drops,
             decay_rate=config.factor,
-            warmup_lr_init=config.warmup_lr,
             warmup_prefix=False,
             t_in_epochs=False,
             **warmup,
         )
-    by_epoch = config.kind == "plateau"
+    if config.kind == "plateau":
+        return _Plateau(
+            optimiser,
+            updates_per_epoch,
+            decay_rate=config.factor,
+            patience_t=config.patience,
+            lr_min=config.min_lr,
+            **warmup,
+        )
     schedule, _ = create_scheduler_v2(
         optimiser,
         config.kind,
         num_epochs=epochs,
         decay_epochs=config.every,
         decay_rate=config.factor,
-        patience_epochs=config.patience,
         min_lr=config.min_lr,
         warmup_lr=config.warmup_lr,
-        warmup_epochs=math.ceil(config.warmup_epochs) if by_epoch else config.warmup_epochs,
-        step_on_epochs=by_epoch,
+        warmup_epochs=config.warmup_epochs,
+        step_on_epochs=False,
         updates_per_epoch=updates_per_epoch,
     )
     return schedule

@@ -17,7 +17,9 @@ from eigengrain.data import (
 )
 from eigengrain.data.cache import Decoded
 from eigengrain.data.config import Transforms
+from eigengrain.data.files import printable
 from eigengrain.models import CovarianceNet
+from eigengrain.runtime.records import writable
 from eigengrain.training.config import Data, Train
 from eigengrain.training.distributed import Process
 
@@ -79,9 +81,9 @@ def check_readable(sources: Sources, out: Path, workers: int, process: Process) 
         files = [dataset for dataset in sources.datasets if dataset.paths is not None]
         problems = [problem for dataset in files for problem in find_unreadable(dataset, workers)]
         if problems:
-            out.mkdir(parents=True, exist_ok=True)
-            table = out / "unreadable.txt"
-            table.write_text("".join(f"{p.path}\t{p.reason}\n" for p in problems), encoding="utf-8")
+            table = writable(out / "unreadable.txt")
+            lines = [f"{printable(p.path)}\t{printable(p.reason)}\n" for p in problems]
+            table.write_text("".join(lines), encoding="utf-8")
             first = ", ".join(f"{p.path} ({p.reason})" for p in problems[:3])
             said = (
                 f"{len(problems)} images cannot be read, such as {first}; all are in {table}: replace them or take them "
@@ -92,15 +94,19 @@ def check_readable(sources: Sources, out: Path, workers: int, process: Process) 
         raise ValueError(said)
 
 
-def describe_input(model: CovarianceNet, transforms: Transforms) -> None:
-    """Write into the model how its images are prepared, in timm's words, so that others can prepare theirs alike."""
+def describe_input(model: CovarianceNet, transforms: Transforms, images: ImageSet) -> None:
+    """Write into the model how its images are prepared, in timm's words, so that others can prepare theirs alike.
+
+    Images that are not resized have the size of the first one.
+    """
     side = transforms.img_size
+    width, height = images.image(0).size if transforms.kind == "none" else (side, side)
     squashed = transforms.kind == "paper" or (transforms.kind == "scripts" and not transforms.keep_aspect)
     share = transforms.crop_pct or 0.875 if transforms.kind == "timm" else side / transforms.resized
     if transforms.kind != "timm" and math.floor(side / share) < transforms.resized:
         share = math.nextafter(share, 0)  # timm divides and rounds down, which must lead back to the side before the crop
     model.pretrained_cfg |= {
-        "input_size": (3, side, side),
+        "input_size": (3, height, width),
         "crop_pct": 1.0 if transforms.kind == "none" else share,
         "crop_mode": "squash" if squashed else "center",
         "interpolation": transforms.interpolation,
