@@ -107,7 +107,7 @@ def test_missing_image_is_named(name, request):
 
 def test_boxes(cub, aircraft, cars, dogs):
     assert open_dataset("cub", cub, "test").boxes(2) == (1, 2, 6, 6)  # the file has width and height
-    assert open_dataset("aircraft", aircraft, "test").boxes(1) == (6, 2, 30, 40)
+    assert open_dataset("aircraft", aircraft, "test").boxes(1) == (5, 1, 30, 40)  # the file counts pixels from 1
     assert open_dataset("cars", cars, "test").boxes(2) == (1, 2, 5, 4)
     assert open_dataset("cars", cars).subset([2, 1]).boxes(1) == (1, 2, 4, 4)
     assert open_dataset("dogs", dogs).boxes(0) is None
