@@ -51,7 +51,7 @@ def _boxes(file: Path, samples: list[list[str]]) -> list[list[float]] | None:
     for image, *box in rows(find_entry("aircraft"), file, 5):
         try:
             left, top, right, bottom = map(float, box)
-            given[image] = [left - 1, top - 1, right, bottom]  # the file's first pixel is (1, 1), and its last one is inside
+            given[image] = [left - 1, top - 1, right, bottom]  # the first pixel is (1, 1), the last one inside
         except ValueError:
             raise ValueError(
                 f"aircraft: {file} has {' '.join(box)!r} for image {image}, where left, top, right and bottom are expected"
