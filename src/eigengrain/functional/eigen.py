@@ -34,11 +34,16 @@ class Eigh(NamedTuple):
 # --- solvers -----------------------------------------------------------------------------------------------------
 
 
+def _alone() -> None:
+    torch.get_num_threads()  # the first question in a thread takes over what the process has, and would do so afterwards
+    torch.set_num_threads(1)
+
+
 @lru_cache(maxsize=1)
 def _workers(threads: int, process: int) -> ThreadPoolExecutor:
     """Threads for a batch, of this process: a child that was forked has the pool of its parent without its threads."""
     # each worker runs LAPACK on one thread: a batch of small problems gains more from being split than each of them
-    pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=lambda: torch.set_num_threads(1))
+    pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=_alone)
     all_there = Barrier(threads)
     list(pool.map(lambda _: all_there.wait(), range(threads)))
     torch.set_num_threads(threads)  # as it was for the caller; threads that are yet to come begin with what was set last
