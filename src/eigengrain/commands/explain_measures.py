@@ -44,9 +44,8 @@ def measure(plan: Plan, bar: Progress) -> list[SurveyResult]:
         for row in result.rows:
             row["number"] = numbers[row["number"]]
             row["label"] = row["label"] if source.labelled else None
-        if (
-            result.table
-        ):  # maps of all eigenvalues alone, on images without regions, have nothing beside them to be measured by
+        # maps of all eigenvalues alone, on images without regions, have nothing beside them to be measured by
+        if result.table:
             results.append(result)
     return results
 

@@ -18,7 +18,7 @@ from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.conclusions import Conclusion, conclude, show, write_files, write_page
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED_FOR, Speeds, cost
-from eigengrain.studies.jobs import is_missing, run_jobs
+from eigengrain.studies.jobs import run_jobs
 from eigengrain.studies.published import TITLES
 from eigengrain.studies.report import on_terminal
 from eigengrain.studies.study import Setup, Study, check_names
@@ -111,18 +111,14 @@ def carry_out(study: Study, setup: Setup) -> None:
     left = setup.seconds_left()
     if study.measure is not None and (left is None or left > 0):
         study.measure(setup)
-    left = setup.seconds_left()
-    if left is None or left > 0:
-        run_jobs(
-            lambda: study.plan(setup),
-            setup.out,
-            seconds=left,
-            places=setup.places[1:],
-            decoded=setup.decoded,
-            keep_models=not setup.options.drop_models,
-        )
-    elif any(is_missing(job, setup.record(job)) for job in study.plan(setup)):
-        output.progress().print(f"{study.name}: no time left; the same command goes on", markup=False)
+    run_jobs(
+        lambda: study.plan(setup),
+        setup.out,
+        seconds=setup.seconds_left(),
+        places=setup.places[1:],
+        decoded=setup.decoded,
+        keep_models=not setup.options.drop_models,
+    )
 
 
 def show_list(options: StudyRun, console: Console) -> None:
