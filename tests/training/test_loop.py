@@ -194,6 +194,22 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(tmp_path, monke
     assert all(t.isfinite().all() for t in state["model"].values())
 
 
+def test_features_that_died_stop_the_training(tmp_path, monkeypatch):
+    """Behind covariances of zero nothing learns any more, and the loss alone, a finite number, would not tell."""
+    runs = []
+    build = loop.build
+    monkeypatch.setattr(loop, "build", lambda *a: runs.append(build(*a)) or runs[-1])
+
+    def kill(epoch, batch, loss):
+        if (epoch, batch) == (1, 2):
+            runs[0].model.head.register_forward_pre_hook(lambda head, given: tuple(0 * features for features in given))
+
+    said = r"all covariances are zero in epoch 2 at batch 5 of 5: lower .*last good .*last\.pt"
+    with pytest.raises(DivergedError, match=said):
+        train(small(tmp_path, epochs=3), colours(), kill)
+    assert read_checkpoint(tmp_path / "last.pt")["progress"]["epoch"] == 1
+
+
 def falling(monkeypatch, accuracies):
     """Evaluations that give these accuracies in turn, (validation, test)."""
     answers = iter([value for pair in accuracies for value in pair if value is not None])
@@ -439,7 +455,7 @@ def test_a_model_of_images_as_they_are_says_their_size():
 @pytest.mark.parametrize("head", ["gap", "mpncov"])
 def test_weights_that_the_last_step_has_spoilt_are_no_result(tmp_path, head):
     """The losses were all numbers, and what is evaluated and would be kept is none."""
-    model = Model("test_resnet", head=head, reduce=None if head == "gap" else 3)
+    model = Model("test_resnet", head=head, reduce=None if head == "gap" else 3, last_stride=1)
     with pytest.raises(DivergedError, match=r"scores are NaN or infinite in epoch 1 at batch 1 of 1: lower --opt"):
         train(small(tmp_path, epochs=1, optimiser=Optimiser(lr=1e30), model=model), colours(train=4))
     assert not (tmp_path / "model").exists()

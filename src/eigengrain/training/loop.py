@@ -50,10 +50,10 @@ OnStep = Callable[[int, int, float], object]
 
 
 class DivergedError(FailedError):
-    """The loss, what the head is given, or what the model answers is no longer a number.
+    """The loss, what the head is given, or what the model answers is no longer a number, or the features are dead.
 
     Args:
-        what: it is that is none.
+        what: has happened.
         epoch: from 1.
         batch: of that epoch, from 1.
         total: batches of an epoch.
@@ -121,7 +121,8 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
 
     Raises:
         ValueError: for an option that does not fit, before training starts.
-        DivergedError: if the loss, the features or the scores become NaN or infinite; the checkpoint before it is kept.
+        DivergedError: if the loss, the features or the scores become NaN or infinite, or if an epoch leaves covariances
+            that are all zero, behind which nothing learns any more; the checkpoint before it is kept.
         CheckpointError: if a checkpoint cannot be written or read.
         Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
@@ -218,7 +219,9 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
                     if ends_epoch:
                         meter.spectrum = _last_spectrum(model)
                     meter.seconds, clock = meter.seconds + time.perf_counter() - clock, time.perf_counter()
-                    [signal] = process.max(wish.signal)
+                    signal, alive = process.max(wish.signal, not ends_epoch or _has_variance(model))
+                    if not alive:
+                        raise DivergedError("all covariances are zero", epoch + 1, batch + 1, total, out)
                     if signal:
                         save_and_stop(signal)
                     if saves and not ends_epoch:
@@ -358,6 +361,12 @@ def _last_spectrum(model: CovarianceNet) -> dict[str, float]:
     """Columns from the spectrum that the head has kept; none for a head without one."""
     spectrum = getattr(model.head, "last_spectrum", None)
     return {} if spectrum is None else spectrum_row(spectrum.eigenvalues, spectrum.factor)
+
+
+def _has_variance(model: CovarianceNet) -> bool:
+    """Whether some image's features vary, as far as the head can tell: a covariance of zero has no gradient."""
+    spectrum = getattr(model.head, "last_spectrum", None)
+    return spectrum is None or bool(spectrum.eigenvalues.any())
 
 
 def _watched_split(run: Run) -> str:
