@@ -154,10 +154,12 @@ def test_the_search_is_a_study_of_its_own(tmp_path):
     assert lines["MPN-COV, ×1"] == ["not run", "not run"]
     assert lines["MPN-COV, ×3"] == ["70.0", "1.0"]
     assert lines["MPN-COV, ×20"] == ["diverged", "diverged"]
+    [beside] = [job for job in planned if job.name == "resnet50-mpncov-x46-e15-val-s0"]
+    record(setup, beside, 80.0, scores={"val_top1": 80.0, "test_top1": 3.0})  # better, and no part of the choice
     record(setup, setup.tried(plain, "", setup.config(plain))[-1], 65.0, scores={"val_top1": 65.0, "test_top1": 2.0})
     found = study.findings(setup)
     chosen = {row["rate"]: row["chosen"] for row in found.rows if row["method"] == "MPN-COV"}
-    assert chosen == {1.0: 0, 3.0: 1, 10.0: 0, 20.0: 0}
+    assert chosen == {1.0: 0, 3.0: 1, 10.0: 0, 20.0: 0, 46.0: 0}
     assert ["MPN-COV, ×3 (chosen)", "70.0", "1.0"] in [[cell.text for cell in row] for row in found.tables[0].rows]
     found.draw(tmp_path / "rates.png")
     assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
@@ -203,6 +205,22 @@ def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
     assert found.rows[0]["fair_protocol_rate_chosen"] == 0
     assert found.rows[0]["device_name"] == "a device"
     assert any("no comparison" in note for note in found.notes)
+
+
+def test_a_network_at_another_rate_than_the_best_is_analysed_as_that(tmp_path):
+    """What is best may turn out after a network was looked at; one at the best rate takes its place."""
+    setup = setup_of(tmp_path)
+    row = replace(BIRDS, analyses=("subset-accuracy",))
+    for job, top1 in zip(setup.jobs(row, "fair"), (60.0, 70.0, 65.0), strict=True):
+        record(setup, job, top1)
+    [plain] = setup.finals(row, setup.config(row), 10, (1,))
+    record(setup, plain, 80.5)
+    for rate, top1, said in ((3, 79.0, "×3, 79.0 % (its best rate is ×10)"), (10, 81.0, "×10, 81.0 %.")):
+        [job] = setup.finals(row, setup.config(row), rate, (0,))
+        record(setup, job, top1, analyses={"subset-accuracy": {"all": {"top1": top1, "top5": 95.0, "loss": 1.0}}})
+        found = find_study("subset-accuracy").findings(setup)
+        assert found.tables[0].rows[0][2].text == f"{top1}"
+        assert f"Birds, MPN-COV: {said}" in found.notes[-1]
 
 
 def test_runs_that_diverged_are_shown_as_that(tmp_path):

@@ -48,6 +48,20 @@ def similarity_rows(setup: Setup) -> list[Row]:
     return _rows("similarity")
 
 
+def _networks(setup: Setup, rows: list[Row], analysis: str) -> list[str]:
+    """A note on the networks that were looked at."""
+    said = []
+    for row in rows:
+        if (found := setup.analysis(row, analysis)) is None:
+            continue
+        record = found[0]
+        rate = record["config"]["optimiser"]["classifier_lr_scale"]
+        text = f"{data_title(setup, row.data)}, {row.method}: ×{rate:g}, {record['scores'][row.metric]:.1f} %"
+        best = [chosen for chosen, is_chosen, _ in setup.results(row, "fair") if is_chosen]
+        said.append(text if not best or rate in best else f"{text} (its best rate is ×{best[0]:g})")
+    return [f"The networks, with the rate of the classifier and their test accuracy: {'; '.join(said)}."] if said else []
+
+
 # --- Figure 6 -------------------------------------------------------------------------------------------------------
 
 
@@ -87,8 +101,10 @@ def spectrum_findings(setup: Setup) -> Findings:
         tables.append(TableData(f"{data_title(setup, data)}: medians over test images (5 % to 95 %)", heads, lines))
     notes = [
         "κ(P) = λ₁/λ_d; the effective rank is the exponential of the entropy of the eigenvalues' shares; the last ones are "
-        f"50 of 256, of which the paper says that their energy is below {ENERGY_OF_LAST:g}; s = ‖QSᵀ‖.",
+        "50 of 256 (elsewhere in proportion), of which the paper says that their energy is below "
+        f"{ENERGY_OF_LAST:g}; s = ‖QSᵀ‖.",
         f"The paper sees a peak of small eigenvalues at 2^-18 = {PEAK:.1e}, the dotted line of the figure.",
+        *_networks(setup, spectrum_rows(setup), "spectrum"),
     ]
 
     def draw(path: Path) -> None:
@@ -160,7 +176,10 @@ def subset_findings(setup: Setup) -> Findings:
                 if analysis:
                     panel[f"ours, {method}"] = [analysis[1].get(n, {}).get("top1", float("nan")) for n in names]
             drawn[data_title(setup, data)] = panel
-    notes = ["The first seed's network of each method; all eigenvalues were there in training. 'last:50' alone has no λ₁."]
+    notes = [
+        "The first seed's network of each method; all eigenvalues were there in training. 'last:50' alone has no λ₁.",
+        *_networks(setup, subset_rows(setup), "subset-accuracy"),
+    ]
 
     def draw(path: Path) -> None:
         from eigengrain.studies.study_plot import draw_subsets
@@ -256,7 +275,8 @@ def similarity_findings(setup: Setup) -> Findings:
         more, table = similarity_tables(setup, row, printed)
         csv += more
         tables.append(table)
-    return Findings(csv, tables, [SIMILARITY_NOTE], _similarity_picture(csv))
+    notes = [SIMILARITY_NOTE, *_networks(setup, similarity_rows(setup), "similarity")]
+    return Findings(csv, tables, notes, _similarity_picture(csv))
 
 
 def imagenet_similarity(setup: Setup, row: Row) -> tuple[list[dict[str, object]], TableData]:

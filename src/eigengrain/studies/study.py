@@ -43,6 +43,7 @@ class Row:
         pretrain: head of a network that is trained on ImageNet first.
         analyses: made on the network of the first seed.
         search: whether only the runs are made by which a rate is chosen.
+        more_rates: that are tried with them, and have no part in the choice.
         length: c, of the head's vector beside that of MPN-COV, about. A vector c times as long learns as if the rate were
             c² times as high.
     """
@@ -61,6 +62,7 @@ class Row:
     pretrain: str | None = None
     analyses: tuple[str, ...] = ()
     search: bool = False
+    more_rates: tuple[float, ...] = ()
     length: float = 1.0
 
 
@@ -192,7 +194,7 @@ class Setup:
         tried = self.tried(row, suffix, config)
         rate = best_rate(tried, self._known(tried))
         if rate is None or row.search:
-            return tried
+            return [*tried, *rate_jobs(config, row.more_rates, suffix)]
         seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
         return [*tried, *self.finals(row, config, rate, seeds, suffix)]
 
@@ -219,8 +221,14 @@ class Setup:
 
     # --- from records to a row ----------------------------------------------------------------------------------
 
-    def results(self, row: Row, protocol: str) -> list[tuple[float, bool | None, list[Record]]]:
-        """Of a row, by rate: the rate, whether it was chosen (see :class:`Score`), and the records of the seeds."""
+    def results(self, row: Row, protocol: str, every_rate: bool = False) -> list[tuple[float, bool | None, list[Record]]]:
+        """Of a row, by rate: the rate, whether it was chosen (see :class:`Score`), and the records of the seeds.
+
+        Args:
+            row: whose records are wanted.
+            protocol: fair or paper.
+            every_rate: whether those of other rates follow when one was chosen.
+        """
         if row.head is None:
             return []
         config, suffix = self.config(row), "-gcp" if row.pretrain else ""
@@ -235,7 +243,10 @@ class Setup:
         tried = self.tried(row, suffix, config)
         chosen = best_rate(tried, self._known(tried))
         found: list[tuple[float, bool | None, list[Record]]] = []
-        for rate in self.rates(row) if chosen is None else [chosen]:
+        rates = [job.config.optimiser.classifier_lr_scale for job in tried]
+        if chosen is not None:
+            rates = [chosen, *(rate for rate in rates if every_rate and rate != chosen)]
+        for rate in rates:
             records = list(self._known(self.finals(row, config, rate, seeds, suffix)).values())
             found += [(rate, rate == chosen, records)] if records else []
         return found
@@ -249,9 +260,12 @@ class Setup:
         return found
 
     def analysis(self, row: Row, name: str) -> tuple[Record, dict[str, Any]] | None:
-        """The record of a row with an analysis, and what that found; of the fair protocol if there are both."""
+        """The record of a row with an analysis, and what that found; of the fair protocol if there are both.
+
+        The network is that of the chosen rate, or of another one if that was not analysed.
+        """
         for protocol in ("fair", "paper"):
-            for _, _, records in self.results(row, protocol):
+            for _, _, records in self.results(row, protocol, every_rate=True):
                 for record in records:
                     if name in record["analyses"]:
                         return record, record["analyses"][name]

@@ -221,7 +221,7 @@ FAR = 12.0
 def draw_rates(
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], scaled: bool, path: Path
 ) -> None:
-    """A panel a data set, a line a head: accuracy on validation images against the rate of the classifier.
+    """A line a head: accuracy against the rate of the classifier.
 
     ``scaled`` are rates that would act alike on vectors of one length. What is far below the best is cut off, so that the
     others can be told apart.
@@ -234,16 +234,24 @@ def draw_rates(
                 dashes = ("-", "--", ":")[place // len(_STYLES) % 3]
                 each.plot(rates, values, dashes, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
             each.set_xscale("log")
-            ticks = sorted({rate for rates, _ in lines.values() for rate in rates})
-            each.set_xticks(ticks, [f"×{rate:.3g}" for rate in ticks])
+            ticks = _ticks([rate for rates, _ in lines.values() for rate in rates])
+            each.set_xticks(ticks, [f"×{rate:g}" for rate in ticks])
             each.minorticks_off()
             best = max(value for _, values in lines.values() for value in values)
             least = min(value for _, values in lines.values() for value in values)
             each.set_ylim(max(least, best - FAR) - 0.5, best + 0.5)
             each.set_xlabel(f"rate of the classifier over that of the backbone{' × c²' * scaled}")
-            plain(each, title=f"{title}: accuracy on validation images, %")
+            plain(each, title=f"{title}: accuracy, %")
         _legend(figure, axes, across=3)
         figure.savefig(path, dpi=200)
+
+
+def _ticks(rates: Sequence[float]) -> list[float]:
+    """1, 3, 10, 30 and so on between the rates, or the rates where these are few."""
+    low, high = min(rates), max(rates)
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    found = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 3) if low <= digit * 10.0**decade <= high]
+    return found if len(found) > 1 else sorted(set(rates))
 
 
 def draw_curves(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[Curve]]]], path: Path) -> None:
