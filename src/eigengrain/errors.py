@@ -41,8 +41,10 @@ def unknown_name(kind: str, name: object, choices: Iterable[str]) -> ValueError:
     Example:
         >>> str(unknown_name("backend", "tosch", ["torch", "cpu"]))
         "unknown backend 'tosch': did you mean 'torch'? Choose from: torch, cpu"
+        >>> str(unknown_name("backend", "magma", ["torch", "cpu"]))
+        "unknown backend 'magma': choose from: torch, cpu"
     """
     known = list(choices)
     near = get_close_matches(str(name), known, n=3, cutoff=0.5) or [k for k in known if name and k.startswith(str(name))]
-    said = " ".join(filter(None, (did_you_mean(near), f"Choose from: {', '.join(known)}")))
-    return ValueError(f"unknown {kind} {name!r}: {said}")
+    said = f"{did_you_mean(near)} Choose from" if near else "choose from"
+    return ValueError(f"unknown {kind} {name!r}: {said}: {', '.join(known)}")

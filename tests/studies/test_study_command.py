@@ -242,6 +242,11 @@ def test_the_list_says_what_each_study_costs_and_how_that_is_known(capsys, tmp_p
     assert "as stated for one NVIDIA H200" in said
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert re.search(r"\b30\s+43 min", lines["gcp-methods"])  # 5 heads: 3 rates and 3 seeds of 15 epochs each
+    assert cli.main(["study", "list", "--out", str(tmp_path), "--json"]) == 0
+    listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
+    assert listed["gcp-methods"]["runs"] == 30
+    assert listed["rates"]["runs"] == 11 * 3 + 1  # no network beyond the search, and one rate beside the grid
+    assert round(listed["rates"]["training_seconds"]) == round(34 * 0.9 * 5994 * 15 / 1000)
 
 
 @pytest.mark.parametrize(

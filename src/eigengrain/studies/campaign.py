@@ -123,7 +123,8 @@ def carry_out(study: Study, setup: Setup) -> None:
 
 def show_list(options: StudyRun, console: Console) -> None:
     """Every study with its runs and what they cost."""
-    rows = []
+    rows: list[dict[str, object]] = []
+    lines: list[list[Cell]] = []
     known = set()
     speeds = Speeds(Setup(options), options.measure)
     for study in STUDIES:
@@ -136,12 +137,11 @@ def show_list(options: StudyRun, console: Console) -> None:
         if said.runs:
             known.add(said.known)
         names = ", ".join(TITLES[name] for name in chosen)
-        rows.append([study.name, study.where, study.title, names, str(said.runs or "–"), _duration(said.seconds)])
+        what = {"name": study.name, "in_the_paper": study.where, "what": study.title, "on": names}
+        rows.append({**what, "runs": said.runs, "training_seconds": round(said.seconds)})
+        lines.append([*map(Cell, what.values()), Cell(str(said.runs or "–")), Cell(_duration(said.seconds))])
     heads = ["name", "in the paper", "what", "on", "runs", "training"]
-    table = TableData(
-        f"studies, scale {options.scale}, {options.protocol} protocol", heads, [list(map(Cell, r)) for r in rows]
-    )
-    shown = on_terminal(table)
+    shown = on_terminal(TableData(f"studies, scale {options.scale}, {options.protocol} protocol", heads, lines))
     for column in shown.columns[:4]:
         column.justify, column.no_wrap = "left", False
     console.print(shown)
@@ -159,8 +159,7 @@ def show_list(options: StudyRun, console: Console) -> None:
         console.print(
             "Scale small trains few of the rows, on each data set that is found; --backbones and --heads name others."
         )
-    keys = ("name", "in_the_paper", "what", "on", "runs", "training")
-    output.result([dict(zip(keys, row, strict=True)) for row in rows], [row[0] for row in rows])
+    output.result(rows, [row["name"] for row in rows])
 
 
 def _duration(seconds: float) -> str:

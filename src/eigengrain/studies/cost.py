@@ -110,8 +110,10 @@ def cost(study: Study, setup: Setup, speeds: Speeds) -> Cost:
                 marks = f"-{protocol}{'-curve' * (stage.curve and config.eval_every > 1)}{'-gcp' * bool(stage.pretrain)}"
                 if protocol == "fair":
                     searched = setup.tried(stage, marks.replace("-curve", ""), config)
-                    search = searched[0].name.split("-x")[0]
-                    images[f"search {search}"] = seen * 0.9 * len(searched), len(searched), stage, config
+                    search, count = searched[0].name.split("-x")[0], len(searched) + len(stage.more_rates)
+                    images[f"search {search}"] = seen * 0.9 * count, count, stage, config
+                if stage.search:
+                    continue
                 seeds = 1 if "-curve" in marks else len(setup.seeds)
                 images[job_name(config, marks)] = float(seen * seeds), seeds, stage, config
     runs = sum(count for _, count, _, _ in images.values())
