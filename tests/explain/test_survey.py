@@ -141,6 +141,9 @@ def test_a_map_that_is_not_finite_is_said(net):
         found = survey(net, pairs, ["last:2"], ["vanilla"], attribute=attribute)
     assert found.nonfinite == 1
     assert found.find("corr", "vanilla", "last:2").n == 2
+    with pytest.warns(UserWarning, match="1 maps have NaN or infinity"):
+        found = survey(net, pairs, ["last:2"], ["vanilla"], attribute=fake({"all": bad, "last:2": whole}))
+    assert {found.find(measure, "vanilla", "last:2").n for measure in ("corr", "mae", "norm_ratio")} == {2}
 
 
 def test_a_rank_identity_is_told_from_a_measurement(dataset):
@@ -228,6 +231,22 @@ def test_the_model_is_left_as_it_was(dataset):
     with pytest.raises(RuntimeError, match="broken"):
         survey(net, image_batches(dataset, 2), attribute=broken)
     assert net.training
+
+
+def test_each_module_gets_its_own_mode_back(dataset):
+    net = network().train()
+    norms = [module for module in net.modules() if isinstance(module, torch.nn.BatchNorm2d)]
+    for norm in norms:
+        norm.eval()  # frozen statistics in a model that trains
+    before = [module.training for module in net.modules()]
+    assert norms
+    survey(net, image_batches(dataset, 5), ["all"], ["vanilla"], attribute=_in_evaluation_mode)
+    assert [module.training for module in net.modules()] == before
+
+
+def _in_evaluation_mode(model, *args, **kwargs):
+    assert not any(module.training for module in model.modules())
+    return attribute_rules(model, *args, **kwargs)
 
 
 def test_an_image_that_is_seen_twice_is_refused(net, dataset):

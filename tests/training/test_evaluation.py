@@ -89,6 +89,14 @@ def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, mon
     assert calls == [11]
 
 
+def test_frozen_layers_of_a_model_that_trains_stay_frozen(model, images):
+    model = copy.deepcopy(model)
+    model.backbone.bn1.eval()
+    before = [module.training for module in model.modules()]
+    evaluate(model, batches(images, 11))
+    assert [module.training for module in model.modules()] == before
+
+
 def test_a_model_that_diverged_has_no_accuracy(model, images):
     spoilt = copy.deepcopy(model)
     spoilt.classifier.weight.data[0] = math.nan

@@ -21,6 +21,7 @@ from eigengrain.explain import measures as m
 from eigengrain.explain.deletion import deletion_curve, insertion_curve
 from eigengrain.functional import EigenSubset
 from eigengrain.models import CovarianceNet
+from eigengrain.models.modes import evaluating
 from eigengrain.runtime.records import writable, write_csv
 
 #: of a subset's map beside that of all eigenvalues
@@ -164,7 +165,7 @@ def survey(
     get the same result.
 
     Args:
-        model: in evaluation mode while this runs; its mode is put back.
+        model: in evaluation mode while this runs; the mode of each of its modules is put back.
         batches: :class:`Batch` es, or pairs (images, labels) in a single process.
         subsets: of the eigenvalues; ``all`` is added where it is missing, because the others are compared with it.
         rules: at the rectifiers.
@@ -213,9 +214,7 @@ def survey(
     device = next(model.parameters()).device
     rows: list[dict[str, Any]] = []
     nonfinite, seen = 0, 0
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for given in batches:
             batch = _numbered(given, seen)
             seen += len(batch.numbers)
@@ -226,8 +225,6 @@ def survey(
                 nonfinite += sum(_nonfinite_maps(found[rule].maps[name]) for name in names)
                 rows += _measure(model, images, batch, names, found[rule], {"rule": rule, "cut": cut}, ask)
             each()
-    finally:
-        model.train(training)
     rows, nonfinite = _gather(rows, nonfinite)
     if not rows:
         raise ValueError("there is no image to survey: is the split empty?")

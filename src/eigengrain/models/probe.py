@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.models.layout import FeatureLayout, detect_layout
+from eigengrain.models.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -115,12 +116,12 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
     """
     if not hasattr(net, "forward_features"):
         raise ValueError(f"backbone {name!r} has no forward_features, so no feature map: choose another backbone")
-    wrapper, training = _FeatureMap(net, name), net.training
+    wrapper = _FeatureMap(net, name)
     calls: list[Call] = []
     called: set[str] = set()
-    net.eval()  # batch statistics of a single image, dropout and stochastic depth are no part of the question
     try:
-        with torch.inference_mode(False), torch.enable_grad(), _recorded(net, calls, called):
+        # in evaluation: batch statistics of a single image, dropout and stochastic depth are no part of the question
+        with evaluating(net), torch.inference_mode(False), torch.enable_grad(), _recorded(net, calls, called):
             places = _places(wrapper)
             doubles = {tensor: _double(tensor) for tensor in places.values()}
             parameters = {key: doubles[parameter] for key, parameter in wrapper.named_parameters()}
@@ -135,8 +136,6 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
         raise ValueError(
             f"backbone {name!r} does not run on images of {' × '.join(map(str, image_shape))}: {reason}"
         ) from error
-    finally:
-        net.train(training)
     unused = frozenset(key.removeprefix("net.") for key, g in zip(parameters, gradients, strict=False) if g is None)
     return Probe(
         wrapper.layout,

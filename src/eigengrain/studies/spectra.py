@@ -9,6 +9,7 @@ from torch import Tensor
 from eigengrain.functional import covariance, eigh
 from eigengrain.functional.scaling import qs_and_slope
 from eigengrain.models import CovarianceNet
+from eigengrain.models.modes import evaluating
 from eigengrain.training.evaluation import MixedPrecision
 
 
@@ -58,13 +59,9 @@ def look(model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]]) -> Seen
     head: Any = model.head
     scaled = getattr(head, "seb", False) and head.factor == "qs"
     spectra, predictions = [], []
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for features, values in passes(model, batches):
             predictions.append(model.forward_head(features).argmax(1).cpu())
             spectra.append(values)
-    finally:
-        model.train(training)
     eigenvalues = torch.cat(spectra)
     return Seen(eigenvalues, qs_and_slope(eigenvalues)[0] if scaled else None, torch.cat(predictions))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.models import CovarianceNet
+from eigengrain.models.modes import evaluating
 from eigengrain.training.distributed import Process
 from eigengrain.training.graphs import recorded_features
 
@@ -153,9 +154,7 @@ def evaluate(
     correct = torch.zeros(len(subsets), classes, dtype=torch.float64, device=device)
     sums = torch.zeros(len(subsets), 2, dtype=torch.float64, device=device)
     count = torch.zeros(classes, dtype=torch.float64, device=device)
-    training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for images, labels in batches:
             images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
             if channels_last:
@@ -171,8 +170,6 @@ def evaluate(
                 sums[row, 0] += (best == labels[:, None]).sum()
                 sums[row, 1] -= scores.gather(1, labels[:, None]).sum()
             each()
-    finally:
-        model.train(training)
     process.sum(correct), process.sum(sums), process.sum(count)
     samples = int(count.sum())
     if samples == 0:
