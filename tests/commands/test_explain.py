@@ -18,7 +18,7 @@ from PIL import Image
 import eigengrain as eg
 from eigengrain import cli
 from eigengrain.commands import explain as module
-from eigengrain.commands import explain_page, explain_pictures
+from eigengrain.commands import explain_measures, explain_page, explain_pictures
 from eigengrain.commands.explain import Explain, expand, open_source, run
 from eigengrain.commands.explain_options import RULES, command_line
 from eigengrain.commands.explain_plan import chosen_class
@@ -327,6 +327,8 @@ def test_without_a_checkpoint_it_says_how_to_get_one(capsys):
         ({"count": 0}, "--count must be at least 1"),
         ({"measure_count": -1}, "--measure_count must be at least 0"),
         ({"perturb": -1}, "--perturb must be at least 0"),
+        ({"data_options": BIRDS}, "--data_options are for the data set that --data names"),
+        ({"images": ["a.png"], "data_options": BIRDS}, "there is no --data"),
     ],
 )
 def test_options_that_do_not_fit(checkpoint, options, said):
@@ -352,6 +354,19 @@ def test_options_that_do_not_fit_the_model_or_the_images(checkpoint, photos, tmp
     config = Explain(checkpoint, **{"images": [str(photos)], "out": str(tmp_path / "out"), "device": "cpu"} | options)
     with pytest.raises(ValueError, match=re.escape(said)):
         run(config)
+
+
+def test_a_perturbation_that_cannot_be_is_refused_before_anything_is_measured(checkpoint, photos, tmp_path, monkeypatch):
+    def refuse(*args, **kwargs):
+        raise AssertionError("nothing may be measured")
+
+    monkeypatch.setattr(explain_measures, "survey", refuse)
+    save_pretrained(network(head="gap", reduce=None), tmp_path / "gap", SIX.classes)
+    common = {"images": [str(photos)], "subsets": ["all"], "perturb": 1, "device": "cpu", "out": str(tmp_path / "out")}
+    with pytest.raises(ValueError, match="needs a model with a covariance head"):
+        run(Explain(str(tmp_path / "gap"), **common))
+    with pytest.raises(ValueError, match="lr must be a number above 0"):
+        run(Explain(checkpoint, **common, perturb_lr=0.0))
 
 
 def test_a_misspelt_option_and_a_misspelt_rule_are_one_line_each(checkpoint, photos, capsys, tmp_path):

@@ -70,6 +70,16 @@ def test_a_weights_file_becomes_a_program(model, weights, tmp_path, capsys, monk
     assert "class_names" not in read_metadata("birds.pt2")
 
 
+def test_weights_of_a_network_that_is_built_for_one_size(tmp_path, capsys):
+    named = {"backbone": "vit_tiny_patch16_224", "head": "gap", "num_classes": 2, "reduce": None}
+    model = create_model(**named, img_size=(32, 48)).eval()
+    torch.save(model.state_dict(), tmp_path / "vit.pth")
+    out = tmp_path / "vit.pt2"
+    run(Export(str(tmp_path / "vit.pth"), format="pt2", out=str(out), img_size=[32, 48], verify=False, **named))
+    x = torch.randn(2, 3, 32, 48)
+    assert same_scores(model, load_program(out).module()(x), x)
+
+
 def test_where_the_file_goes(folder, weights):
     assert str(Export(folder).file) == "birds.onnx"
     assert str(Export(folder + "/", format="pt2").file) == "birds.pt2"

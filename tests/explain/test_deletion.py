@@ -148,10 +148,17 @@ def test_the_model_is_left_alone(model, images, maps):
     assert not curve.scores.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint8])
+def test_classes_are_whole_numbers_of_any_kind(model, images, maps, dtype):
+    expected = deletion_curve(model, images, maps, TARGETS, steps=2)
+    assert torch.equal(deletion_curve(model, images, maps, TARGETS.to(dtype), steps=2).scores, expected.scores)
+
+
 def test_refusals(model, images, maps):
     for changes, said in (
         ({"targets": torch.tensor([0, 1])}, "one for each of 3 images"),
         ({"targets": torch.tensor([0.0, 1, 2])}, "whole number"),
+        ({"targets": True}, "whole number"),
         ({"targets": 5}, "classes 5 to 5"),
         ({"targets": torch.tensor([-1, 1, 2])}, "classes -1 to 2"),
         ({"maps": maps[..., :5]}, "as large as the images"),

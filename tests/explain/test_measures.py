@@ -131,6 +131,8 @@ def test_norm_ratio(pair):
     assert torch.allclose(norm_ratio(a, b), torch.tensor(expected))
     assert norm_ratio(torch.zeros_like(a), b).tolist() == [0.0] * 4
     assert norm_ratio(a, torch.zeros_like(a)).isnan().all()
+    b[1, 2, 3] = math.inf  # would else make a ratio of 0, which counts
+    assert norm_ratio(a, b).isnan().tolist() == [False, True, False, False]
 
 
 def test_energy_by_loops(pair, mask):

@@ -545,6 +545,11 @@ def test_heads_without_a_covariance(head):
         EigenPerturbation(make(head))
 
 
+def test_a_model_in_a_wrapper():
+    with pytest.raises(ValueError, match=r"takes a model of create_model, got DataParallel: take it out .*model\.module"):
+        EigenPerturbation(nn.DataParallel(make()))
+
+
 @pytest.mark.parametrize("head", ["isqrt", "logcov+seb", "mpncov+seb"])
 def test_every_covariance_head_has_the_same_covariance(head):
     x = photos()
@@ -634,6 +639,15 @@ def test_divergence_is_said(monkeypatch):
     with pytest.warns(UserWarning, match=r"images \[0, 1\] is not finite from step \d+ on: use a smaller lr"):
         result = method.perturb(photos(), "small", SPLIT, steps=4)
     assert result.steps_taken == 4
+
+
+def test_what_diverges_does_not_converge(monkeypatch):
+    monkeypatch.setattr(torch, "tanh", lambda x: x)
+    method = EigenPerturbation(make(), optimiser="sgd", lr=1e100, bounds=False)
+    with pytest.warns(UserWarning, match="is not finite"):
+        result = method.perturb(photos(), "small", SPLIT, steps=2 * WINDOW, tolerance=0.5)
+    assert result.losses[-1].isnan().all()
+    assert not result.converged.any()
 
 
 def test_bar_is_shown_on_a_terminal_by_the_first_process(monkeypatch):

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from captum.attr import Deconvolution, GuidedBackprop
 from torch import nn
 
-from eigengrain.explain import RULES, RectifierRules
+from eigengrain.explain import RULES, RectifierRules, attribute_rules
+from eigengrain.heads import list_heads
 from eigengrain.models import create_model
 
 
@@ -233,6 +234,29 @@ def test_real_networks_are_seen_whole_and_agree_with_captum(name):
                 warnings.simplefilter("ignore")
                 theirs = peer(model).attribute(x, target=1)
             assert (maps[rule] - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+# heads by the kinds of functions in their backward passes, some of which keep a name of their own
+@pytest.mark.parametrize(
+    "head, options",
+    [
+        *((head, {}) for head in list_heads()),
+        ("mpncov", {"normalise": "power"}),
+        ("mpncov", {"gradient": "taylor"}),
+        ("mpncov+seb", {"factor": "q"}),
+    ],
+)
+def test_every_head_agrees_with_captum(head, options):
+    torch.manual_seed(0)
+    model = create_model("test_resnet", head=head, num_classes=3, reduce=8, head_options=options).eval()
+    x = torch.randn(1, 3, 128, 128)
+    found = attribute_rules(model, x, ["all"], ["deconv", "guided"], target=1)
+    for rule, peer in {"deconv": Deconvolution, "guided": GuidedBackprop}.items():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            theirs = peer(model).attribute(x, target=1)
+        assert (found[rule].maps["all"] - theirs).norm() <= 1e-4 * theirs.norm()
+    assert found["deconv"].maps["all"].any()
 
 
 def test_compiled_parts_run_as_plain_modules():

@@ -173,6 +173,12 @@ def test_an_onnx_file_describes_itself(tmp_path):
     assert str(Path(eigengrain.__file__).parent).encode() not in report.path.read_bytes()
 
 
+def test_the_description_has_the_eigenvalues_that_are_kept_by_now():
+    model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4, head_options={"subset": "top:2"})
+    model.head.subset = "all"  # as an export asks for
+    assert json.loads(metadata(model)["head_options"]) == {"subset": "all"}
+
+
 def test_a_fixed_batch_and_no_classifier(tmp_path):
     model = trained_like(head="gap", reduce=None, num_classes=0)
     report = export_onnx(model, tmp_path / "model.onnx", img_size=64, batch=2, dynamic_batch=False)
@@ -285,6 +291,18 @@ def test_noise_is_the_same_whatever_the_default_device_is():
     with torch.device("meta"):
         noise = images.noise(2)
     assert torch.equal(noise, images.noise(2))
+
+
+def test_another_default_dtype_is_no_hindrance(tmp_path):
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4, last_stride=1)
+        report = export_pt2(model, tmp_path / "model.pt2", img_size=64)
+    finally:
+        torch.set_default_dtype(before)
+    assert report.relative_error < 1e-5
+    assert load_program(tmp_path / "model.pt2").module()(torch.zeros(3, 3, 64, 64)).dtype == torch.float32
 
 
 def test_half_precision_is_exported_in_single():

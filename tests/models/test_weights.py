@@ -14,6 +14,7 @@ import timm
 import torch
 from safetensors.torch import save_file
 
+from eigengrain.functional import EigenSubset
 from eigengrain.models import create_model, from_pretrained, load_weights, save_pretrained
 
 BIG = {
@@ -299,6 +300,23 @@ def test_whole_model_in_a_folder(tmp_path, name, options, shape):
     assert equal(other.state_dict(), again.state_dict())
 
 
+@pytest.mark.parametrize(
+    "made_with, kept",
+    [(None, "top:2"), ("top:2", "top:2"), ("top:2", "top:1+last:1"), ("top:2", "all"), (EigenSubset.largest(2), "top:2")],
+)
+def test_the_eigenvalues_that_are_kept_are_saved(tmp_path, made_with, kept):
+    torch.manual_seed(0)
+    options = {} if made_with is None else {"subset": made_with}
+    model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4, head_options=options).eval()
+    model.head.subset = kept  # may be set at any time
+    save_pretrained(model, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert str(again.head.subset) == kept
+    x = torch.randn(2, 3, 96, 96)
+    assert torch.equal(again(x), model(x))
+    assert model.config["head_options"] == options  # as the model was made
+
+
 def test_folders_that_do_not_fit(tmp_path):
     model = tiny(num_classes=2)
     with pytest.raises(ValueError, match="class_names must be as many as the classes, 2, got 3"):
@@ -318,7 +336,7 @@ def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match="strict loading"):
         from_pretrained(tmp_path / "m")
-    model.config["head_options"] = {"subset": object()}
+    model.config["head_options"] = {"steps": object()}
     with pytest.raises(ValueError, match="must be plain values to be saved"):
         save_pretrained(model, tmp_path / "n")
     assert not (tmp_path / "n").exists()

@@ -140,6 +140,7 @@ def test_evaluate_subsets_flips_and_classes_of_a_plain_model(trained, tmp_path, 
         (["--checkpoint", "RUN/.."], "is no folder of 'eigengrain train' or of save_pretrained: did you mean "),
         ([], "name the model: eigengrain evaluate CHECKPOINT"),
         (["--checkpoint", "RUN", "--split", "tset"], "unknown --split 'tset': did you mean 'test'"),
+        (["--checkpoint", "RUN", "--data_options", BIRDS], "--data_options are for the data set that --data names"),
         (["--checkpoint", "RUN", "--subset", "topp:3"], "cannot read eigenvalue subset 'topp:3'"),
         (["--checkpoint", "RUN", "--subset", "top:30"], "asks for 30 of 3 eigenvalues"),
         (
@@ -182,7 +183,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     assert "12 training, 3 validation, 15 test images, 3 classes" in plan
     assert "backbone 0.006" in plan
     assert "classifier 0.06" in plan
-    assert "cosine, 1 epochs of 3 updates" in plan
+    assert "cosine, 1 epoch of 3 updates" in plan
     assert "map (96, 2, 2) -> vector 6" in plan
     assert "an epoch" in plan
     assert not out.exists()

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from eigengrain.models import CovarianceNet
+    from eigengrain.models.backbone import ImageSize
 
 #: the file in a folder of 'eigengrain train' that says its options
 ARGUMENTS = "args.yaml"
@@ -60,12 +61,12 @@ class NamesAModel(Protocol):
 _OF_WEIGHTS = {"backbone": None, "head": None, "reduce": "auto", "last_stride": None}
 
 
-def open_model(options: NamesAModel, img_size: int | None = None) -> "CovarianceNet":
+def open_model(options: NamesAModel, img_size: "ImageSize | None" = None) -> "CovarianceNet":
     """The model of a checkpoint.
 
     Args:
         options: of a command.
-        img_size: side of the images, for a weights file of a network that is built for one size.
+        img_size: side, or (height, width), of the images, for a weights file of a network that is built for one size.
 
     Raises:
         ValueError: if there is no model, a part of it is missing, or the options do not fit it.
@@ -97,7 +98,7 @@ def open_model(options: NamesAModel, img_size: int | None = None) -> "Covariance
     return model
 
 
-def _from_weights(path: Path, options: NamesAModel, img_size: int | None) -> "CovarianceNet":
+def _from_weights(path: Path, options: NamesAModel, img_size: "ImageSize | None") -> "CovarianceNet":
     """A model by its names, filled from a file."""
     import torch
 

@@ -65,6 +65,13 @@ class Evaluate:
             )
         check_choices(self, split=SPLITS, amp=AMP)
         check_least(self, batch_size=1, workers=0, img_size=1)
+        check_data_options(self.data, self.data_options)
+
+
+def check_data_options(data: str | None, options: dict[str, Any]) -> None:
+    """Refuse options of a data set that is not named, as nothing would follow them."""
+    if options and data is None:
+        raise ValueError(f"--data_options are for the data set that --data names, and there is no --data: got {options}")
 
 
 def expand(words: Sequence[str]) -> list[str]:

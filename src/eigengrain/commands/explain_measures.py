@@ -83,7 +83,10 @@ def terminal_table(surveys: Sequence[SurveyResult]) -> Table:
     measures = [name for name in SHOWN if any(row.measure == name for row in rows)]
     measures += [name for name in dict.fromkeys(row.measure for row in rows) if not measures]
     table = Table(
-        title=f"means over {surveys[0].samples} images", title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"means over {surveys[0].samples} image{'s' * (surveys[0].samples != 1)}",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     several = len(surveys) > 1
     for name in ("rule", "subset", "cut")[: 3 if several else 2]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from eigengrain.commands.evaluate import SPLITS
+from eigengrain.commands.evaluate import SPLITS, check_data_options
 from eigengrain.commands.options import check_choices, check_least
 from eigengrain.errors import unknown_name
 
@@ -88,6 +88,7 @@ class Explain:
         check_least(self, count=1, measure_count=0, perturb=0, batch_size=1, workers=0)
         if self.images and (self.data is not None or self.root is not None):
             raise ValueError("--images and --data are two sources of images: give one of them")
+        check_data_options(self.data, self.data_options)
         if self.images and self.target == "label":
             raise ValueError("the classes of --images are not known: use --target predicted, a class, or norm")
         if not self.rules:

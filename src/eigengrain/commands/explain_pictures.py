@@ -31,8 +31,9 @@ def draw(plan: Plan, bar: Progress) -> list[Picture]:
             path = draw_panel(_explained(plan, numbers, cut), plan.out / f"panel-{cut}-{place}.png", config.scale)
             pictures.append(Picture(path, f"Maps, cut {cut}, {place} of {len(pages)}"))
             bar.advance(task)
-    for place, numbers in enumerate(pages if config.perturb else [], start=1):
-        pictures += _perturbed(plan, numbers, place, len(pages))
+    if plan.perturbation is not None:
+        for place, numbers in enumerate(pages, start=1):
+            pictures += _perturbed(plan, plan.perturbation, numbers, place, len(pages))
     return pictures
 
 
@@ -60,10 +61,9 @@ def _batch(plan: Plan, numbers: Sequence[int]) -> Tensor:
     return stack([plan.source.dataset[number] for number in numbers])[0].to(plan.device)
 
 
-def _perturbed(plan: Plan, numbers: Sequence[int], place: int, pages: int) -> list[Picture]:
+def _perturbed(plan: Plan, method: EigenPerturbation, numbers: Sequence[int], place: int, pages: int) -> list[Picture]:
     """The images of one panel, changed: a panel, and an animation for each direction."""
     config, images = plan.config, _batch(plan, numbers)
-    method = EigenPerturbation(plan.source.model, lr=config.perturb_lr)
     frames = min(FRAMES, config.perturb + 1)
     results = [
         method.perturb(images, direction, plan.split, config.perturb, snapshots=frames) for direction in config.directions

@@ -11,6 +11,7 @@ from eigengrain.errors import unknown_name
 if TYPE_CHECKING:
     from torch import device
 
+    from eigengrain.explain import EigenPerturbation
     from eigengrain.models import CovarianceNet
 
 
@@ -24,6 +25,7 @@ class Plan:
         subsets: of the eigenvalues, as they are written.
         fixed: the class that is explained in every image, None where each has its own, or none.
         device: of the model.
+        perturbation: what changes images, None where that is not wanted.
     """
 
     config: Explain
@@ -31,6 +33,7 @@ class Plan:
     subsets: list[str]
     fixed: int | None
     device: "device"
+    perturbation: "EigenPerturbation | None"
 
     @property
     def out(self) -> Path:
@@ -52,11 +55,12 @@ def make_plan(config: Explain, device: "device") -> Plan:
     """The plan of a config.
 
     Raises:
-        ValueError: as :func:`open_source`, :func:`chosen_subsets` and :func:`chosen_class`.
+        ValueError: as :func:`open_source`, :func:`chosen_subsets`, :func:`chosen_class` and :func:`chosen_perturbation`.
     """
     source = open_source(config)
     model = source.model.to(device).eval()
-    return Plan(config, source, chosen_subsets(config, model), chosen_class(config, model), device)
+    subsets, fixed = chosen_subsets(config, model), chosen_class(config, model)
+    return Plan(config, source, subsets, fixed, device, chosen_perturbation(config, model))
 
 
 def split_point(channels: int, asked: int | None) -> int:
@@ -116,3 +120,16 @@ def chosen_class(config: Explain, model: "CovarianceNet") -> int | None:
             raise ValueError(f"the model has {model.num_classes} classes, counted from 0; --target says {config.target}")
         return int(config.target)
     raise unknown_name("--target", config.target, [*TARGETS, *names])
+
+
+def chosen_perturbation(config: Explain, model: "CovarianceNet") -> "EigenPerturbation | None":
+    """What changes images, None where that is not wanted.
+
+    Raises:
+        ValueError: if the head has no covariance, or the rate is out of its range.
+    """
+    if not config.perturb:
+        return None
+    from eigengrain.explain import EigenPerturbation
+
+    return EigenPerturbation(model, lr=config.perturb_lr)

@@ -73,7 +73,7 @@ def run(config: Export) -> None:
     """``eigengrain export``."""
     from eigengrain.models.export import export_onnx, export_pt2
 
-    model = open_model(config)
+    model = open_model(config, config.size)
     if config.format == "onnx":
         report = export_onnx(
             model,

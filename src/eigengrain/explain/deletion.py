@@ -127,9 +127,10 @@ def _curve(
             f"steps must be 1 to {pixels}, the number of pixels, and batch_size at least 1; got {steps} and {batch_size}"
         )
     wanted = torch.as_tensor(targets, device=start.device)
-    if wanted.dtype != torch.long or wanted.shape not in ((), (count,)):
+    whole = not (wanted.is_floating_point() or wanted.is_complex() or wanted.dtype == torch.bool)
+    if not whole or wanted.shape not in ((), (count,)):
         raise ValueError(f"targets must be a whole number or one for each of {count} images, got {targets}")
-    wanted = wanted.expand(count)
+    wanted = wanted.long().expand(count)
     # after step j the first `changed[j]` pixels of the order are changed
     changed = torch.tensor([round(j * pixels / steps) for j in range(steps + 1)], device=start.device)
     # every image at every step, as one long list that is cut into batches

@@ -136,7 +136,7 @@ def mae(a: Tensor, b: Tensor, normalise: str = "max") -> Tensor:
 
 
 def norm_ratio(a: Tensor, b: Tensor) -> Tensor:
-    r"""How strong a map is beside another, :math:`\|A\|_F / \|B\|_F`; NaN where B is identically zero.
+    r"""How strong a map is beside another, :math:`\|A\|_F / \|B\|_F`; NaN where B is identically zero or not finite.
 
     Args:
         a, b: (B, ...), of one shape.
@@ -150,7 +150,7 @@ def norm_ratio(a: Tensor, b: Tensor) -> Tensor:
     """
     a, b = _pair(a, b)
     bottom = b.norm(dim=1)
-    return torch.where(bottom > 0, a.norm(dim=1) / bottom, torch.nan)
+    return torch.where((bottom > 0) & bottom.isfinite(), a.norm(dim=1) / bottom, torch.nan)
 
 
 def energy_inside(maps: Tensor, mask: Tensor) -> Tensor:

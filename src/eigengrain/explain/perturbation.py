@@ -234,6 +234,11 @@ class EigenPerturbation:
         channels_last: bool = False,
     ):
         head = getattr(model, "head", None)
+        if head is None:
+            raise ValueError(
+                f"EigenPerturbation takes a model of create_model, got {type(model).__name__}: take it out of what was put "
+                "around it (model.module of DistributedDataParallel)"
+            )
         if not isinstance(head, CovarianceHead):
             raise ValueError(
                 f"EigenPerturbation needs a model with a covariance head, got {type(head).__name__}, which has none: "
@@ -463,9 +468,9 @@ def _asks_to_stop(on_step: OnStep, step: int, losses: Tensor) -> bool:
 
 
 def _changes(recent: Tensor, tolerance: float) -> Tensor:
-    """(2 · WINDOW, B) → (B,): whether the mean of the second window differs from that of the first."""
+    """(2 · WINDOW, B) → (B,): whether the mean of the second window differs from that of the first, as NaN always does."""
     first, second = recent.unflatten(0, (2, WINDOW)).mean(1)
-    return (second - first).abs() > tolerance * torch.maximum(first.abs(), second.abs())
+    return ~((second - first).abs() <= tolerance * torch.maximum(first.abs(), second.abs()))
 
 
 def _warn_of_empty_part(aim: SplitCovariance, split: int) -> None:

@@ -233,7 +233,9 @@ class RectifierRules(TorchFunctionMode):
                 f"rule={rule!r} is defined at rectifiers (ReLU) alone, and the network also calls {self._listed()}: "
                 + remedy
             )
-        unseen = Counter(node.name() for node in _nodes(outputs) if _UNSEEN.search(node.name()))
+        # asked of the class: a Function may keep something of its own under ctx.name, which is the same object
+        names = [type(node).name(node) for node in _nodes(outputs)]
+        unseen = Counter(name for name in names if _UNSEEN.search(name))
         if unseen:
             listed = ", ".join(f"{name.rpartition('::')[2]} × {count}" for name, count in unseen.items())
             raise ValueError(

@@ -20,14 +20,14 @@ class _WithGradient(torch.autograd.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         at, _, slope, name = inputs
         ctx.save_for_backward(at, slope)
-        ctx.name = name  # type: ignore[attr-defined]
+        ctx.function = name  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
         at, slope = ctx.saved_tensors
         with torch.no_grad():
             value = grad.reshape(grad.shape + (1,) * (slope.ndim - grad.ndim)) * slope
-        return first_order_only(value, ctx.name, grad, at), None, None, None
+        return first_order_only(value, ctx.function, grad, at), None, None, None
 
 
 def with_gradient(at: Tensor, value: Tensor, slope: Tensor, name: str) -> Tensor:

@@ -43,7 +43,7 @@ class _SpectralFunction(torch.autograd.Function):
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
         p, _, vectors, k, name = inputs
         ctx.save_for_backward(p, vectors, k)
-        ctx.name = name  # type: ignore[attr-defined]
+        ctx.function = name  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
@@ -51,7 +51,7 @@ class _SpectralFunction(torch.autograd.Function):
         with torch.no_grad():
             symmetric = (grad + grad.mT) / 2
             dp = vectors @ ((vectors.mT @ symmetric @ vectors) * k) @ vectors.mT
-        return first_order_only(dp, ctx.name, grad, p), None, None, None, None
+        return first_order_only(dp, ctx.function, grad, p), None, None, None, None
 
 
 @torch.library.custom_op("eigengrain::require_above", mutates_args=())

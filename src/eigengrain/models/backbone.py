@@ -179,7 +179,8 @@ def _out_of_reach(name: str, error: OSError) -> ValueError:
     reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
     return ValueError(
         f"the weights of backbone {name!r} cannot be downloaded or read ({reason}): without a network, take a file with "
-        "pretrained=False and weights=FILE, on the command line --model.pretrained false --model.weights FILE"
+        "pretrained=False and weights=FILE, on the command line --model.pretrained false --model.weights FILE, for a study "
+        "--weights FILE"
     )
 
 

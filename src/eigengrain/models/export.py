@@ -26,6 +26,7 @@ from eigengrain.heads import create_head, list_heads
 from eigengrain.models import onnx_file
 from eigengrain.models.backbone import ImageSize
 from eigengrain.models.model import CovarianceNet
+from eigengrain.models.pretrained import current_config
 
 #: the largest relative error of the scores that a written file may have
 TOLERANCE = 1e-4
@@ -87,7 +88,8 @@ class _Images:
 
     def noise(self, batch: int | None = None, seed: int = 0) -> Tensor:
         generator = torch.Generator("cpu").manual_seed(seed)
-        return torch.randn(batch or self.batch or 1, self.channels, *self.size, generator=generator, device="cpu")
+        shape = (batch or self.batch or 1, self.channels, *self.size)
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu")  # whatever the defaults are
 
 
 def exportable_heads() -> list[str]:
@@ -164,7 +166,7 @@ def metadata(model: CovarianceNet, img_size: ImageSize | None = None) -> dict[st
         "eigengrain": eigengrain.__version__,
         "backbone": model.config["backbone"],
         "head": model.config["head"],
-        "head_options": model.config["head_options"],
+        "head_options": current_config(model)["head_options"],
         "num_classes": model.num_classes,
         "input_size": _Images.of(model, img_size).shape[1:],
         "class_names": model.class_names,

@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 import eigengrain
+from eigengrain.heads import CovarianceHead
 from eigengrain.models.factory import create_model
 from eigengrain.models.model import CovarianceNet
 from eigengrain.models.weights import load_weights
@@ -44,7 +45,7 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
         "architecture": model.config["backbone"],
         "num_classes": model.num_classes,
         "num_features": model.num_features,
-        "model": model.config,
+        "model": current_config(model),
         "pretrained_cfg": model.pretrained_cfg,
         "label_names": names,
     }
@@ -61,6 +62,22 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
     }
     save_file(state, path / WEIGHTS_FILE, metadata={"format": "pt"})
     (path / CONFIG_FILE).write_text(text + "\n")
+
+
+def current_config(model: CovarianceNet) -> dict[str, Any]:
+    """``model.config`` with the subset that its head keeps by now: ``head.subset`` may be set after the model was made.
+
+    Example:
+        >>> model = create_model("resnet18", head="mpncov", num_classes=2)
+        >>> model.head.subset = "top:9"
+        >>> current_config(model)["head_options"]
+        {'subset': 'top:9'}
+    """
+    options = dict(model.config["head_options"])
+    kept = str(model.head.subset) if isinstance(model.head, CovarianceHead) else "all"
+    if kept != options.get("subset", "all"):
+        options["subset"] = kept
+    return {**model.config, "head_options": options}
 
 
 def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:

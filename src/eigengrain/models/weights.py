@@ -87,7 +87,10 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
     if not best.complete:
         missing = _summary(tuple(best.backbone_missing), shown=2)
         logger.warning(
-            "%s does not fill the backbone %s, %s: is it of this network?", path, model.config["backbone"], missing
+            "%s leaves tensors of the backbone %s unfilled, %s: is it of this network?",
+            path,
+            model.config["backbone"],
+            missing,
         )
     for line in str(report).splitlines():
         logger.info(line)
