@@ -230,6 +230,7 @@ def test_the_command_writes_every_measurement_with_its_environment(tmp_path, cap
         (["--channels", "[]"], "--channels needs whole numbers of at least 1, got []"),
         (["--positions", "[4,0]"], "--positions needs whole numbers of at least 1"),
         (["--methods", "[qr]"], "unknown method 'qr'"),
+        (["--methods", "[]"], "--methods needs a name at least, got an empty list"),
         (["--device", "abacus"], "unknown device 'abacus'"),
         (["--device", "cuda:99"], "device 'cuda:99' is not here"),
         (["--device", "meta"], "device 'meta' is not supported"),

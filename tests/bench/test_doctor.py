@@ -1,7 +1,9 @@
 """What the doctor sees of folders, caches and extras."""
 
+import errno
 import json
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -206,6 +208,27 @@ def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch, caps
     assert cli.main(["doctor", "--quiet"]) == 1
     assert capsys.readouterr().out == (
         f"the cache folder {tmp_path}/file/cache cannot be written to: set EIGENGRAIN_CACHE to another\n"
+    )
+
+
+@pytest.mark.parametrize(("variable", "code"), [("HF_HOME", 0), ("TORCH_HOME", 0), ("EIGENGRAIN_CACHE", 1)])
+def test_a_folder_that_may_not_be_looked_into(tmp_path, monkeypatch, capsys, variable, code):
+    (tmp_path / "locked").mkdir()
+    stat, access = os.stat, os.access
+
+    def refusing(path, *rest, **options):
+        if str(path).startswith(f"{tmp_path}/locked/"):
+            raise PermissionError(errno.EACCES, "Permission denied", str(path))
+        return stat(path, *rest, **options)
+
+    monkeypatch.setattr(os, "stat", refusing)  # as for another user: an administrator may look anywhere
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "locked" and access(path, mode))
+    monkeypatch.delenv("HF_HUB_CACHE", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / "locked/cache"))
+    assert cli.main(["doctor", "--quiet"]) == code
+    said = capsys.readouterr().out
+    assert said == (
+        f"the cache folder {tmp_path}/locked/cache cannot be written to: set EIGENGRAIN_CACHE to another\n" * code
     )
 
 

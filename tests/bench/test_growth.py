@@ -78,6 +78,8 @@ def test_a_point_takes_as_many_runs_in_turn_as_fit(layers):
     found = growth.point(cases, repeats=3, warmup=2, limit=0.03)
     assert [name for name, _ in layers] == ["slow", "quick"] * 2 + ["quick"] * 3
     assert found["slow"] == [(0.02, 0.04)]  # the last rehearsal is the result
+    found = growth.point(cases, repeats=3, warmup=1, limit=float("inf"))
+    assert [len(runs) for runs in found.values()] == [3, 3]
 
 
 def test_what_does_not_fit_into_memory_has_no_row_and_ends_the_sweep(monkeypatch):
@@ -174,6 +176,15 @@ def test_the_chart_is_drawn_from_a_file_of_another_machine(tmp_path, capsys, mon
         (r["sweep"], r["method"], int(r["batch"]), int(r["channels"]), float(r["forward_backward_ms"])) for r in written
     ]
     assert "512 × 256 × 784" in capsys.readouterr().out
+
+
+def test_the_chart_of_a_device_that_is_not_here(tmp_path, monkeypatch, no_measurement):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "growth-cuda.csv").write_bytes(COMMITTED.read_bytes())
+    growth.run(GrowthBench(redraw=True, device="cuda:1"))
+    assert (tmp_path / "benchmarks" / "growth-cuda.png").exists()
 
 
 def test_what_is_measured_is_read_back(tmp_path):

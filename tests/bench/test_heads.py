@@ -1,10 +1,12 @@
 """The benchmark of heads measures what it says: parameters have gradients, memory is the heads' own, files are complete."""
 
 import csv
+import importlib
 import subprocess
 import sys
 import time
 
+import matplotlib
 import pytest
 import torch
 from rich.console import Console
@@ -177,11 +179,29 @@ def test_the_command_writes_a_file_and_a_chart(tmp_path, capsys):
     assert "mpncov+seb (eigh)" in capsys.readouterr().out
 
 
+def test_places_are_said_as_they_are(tmp_path, capsys):
+    out = tmp_path / "[final] run" / "a.csv"  # no markup
+    heads.run(HeadsBench(heads=["gap"], batch=1, channels=8, side=4, repeats=1, device="cpu", out=str(out)))
+    said = capsys.readouterr().out
+    assert f"written to {out}\n" in said
+    assert f"drawn to {out.with_suffix('.png')}\n" in said
+
+
 def test_the_chart_is_said_to_be_missing_without_matplotlib(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(heads, "find_spec", lambda name: None)
     heads.run(HeadsBench(heads=["gap"], batch=1, channels=8, side=4, repeats=1, device="cpu", out=str(tmp_path / "a.csv")))
     assert "pip install 'eigengrain[explain]'" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"]
+
+
+def test_charts_leave_a_notebook_its_own_way_of_drawing():
+    before = matplotlib.get_backend()
+    matplotlib.use("svg")
+    try:
+        importlib.reload(importlib.import_module("eigengrain.bench.chart"))
+        assert matplotlib.get_backend() == "svg"
+    finally:
+        matplotlib.use(before)
 
 
 def test_the_chart_leaves_out_heads_without_a_time(tmp_path):

@@ -54,13 +54,16 @@ def caches() -> list[Cache]:
     return [_measured(what, path) for what, path in places.items()]
 
 
+# os.path, here and below: for a place that may not be looked into it answers no, where pathlib raises an error
+
+
 def _measured(what: str, path: Path) -> Cache:
-    inside = path.rglob("*") if path.is_dir() else [path]
-    sizes = [file.stat().st_size for file in inside if file.is_file() and not file.is_symlink()]
-    return Cache(what, str(path), len(sizes), sum(sizes))
+    inside = [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
+    files = [file for file in inside or [str(path)] if os.path.isfile(file) and not os.path.islink(file)]
+    return Cache(what, str(path), len(files), sum(map(os.path.getsize, files)))
 
 
 def is_writable(folder: Path) -> bool:
     """Whether files can be written in a folder, or in the nearest one above it that there is."""
-    there = next(each for each in (folder, *folder.parents) if each.exists())
-    return there.is_dir() and os.access(there, os.W_OK | os.X_OK)
+    there = next(each for each in (folder, *folder.parents) if os.path.exists(each))
+    return os.path.isdir(there) and os.access(there, os.W_OK | os.X_OK)

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import matplotlib
 
-matplotlib.use("Agg")  # draws to files, also where there is no screen
+# figures by themselves, without pyplot: so no screen is needed, and a notebook keeps its own way of drawing
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLocator

@@ -37,6 +37,7 @@ class FunctionalBench:
     out: str | None = None
 
     def __post_init__(self) -> None:
+        _check_names(self, "methods")
         _check_sizes(self, "batch", "channels", "positions")
         _check_runs(self.repeats, self.warmup)
 

@@ -29,7 +29,10 @@ def backbone_passes(model: CovarianceNet, images: Tensor, backwards: int) -> Non
 
 
 def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance: Callable[[str], None]) -> Row:
-    """Seconds of the maps and of the passes that they cannot do without, in turn, and of a perturbation."""
+    """Seconds of the maps and of the passes that they cannot do without, in turn, and of a perturbation.
+
+    Those are None for what needs more memory than the device has.
+    """
     passes = len(config.subsets) * len(config.rules)
     target = torch.zeros(len(images), dtype=torch.int64, device=images.device)
     works: dict[str, Callable[[], object]] = {
@@ -48,7 +51,7 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
         return run
 
     times = in_turn({name: timed(work) for name, work in works.items()}, repeats=config.repeats, warmup=2, advance=advance)
-    saliency, backbone = median(times["saliency"]), median(times["backbone"])
+    saliency, backbone = (median(times[name]) if times[name] else None for name in works)
     row: Row = {
         "backbone": config.backbone,
         "head": config.head,
@@ -56,18 +59,24 @@ def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance:
         "img_size": config.img_size,
         "subsets": " ".join(config.subsets),
         "rules": " ".join(config.rules),
-        "saliency_seconds": round(saliency, 5),
+        "saliency_seconds": None if saliency is None else round(saliency, 5),
         "one_forward_and_backward_passes": passes,
-        "passes_seconds": round(backbone, 5),
-        "ratio": round(saliency / backbone, 4),
+        "passes_seconds": None if backbone is None else round(backbone, 5),
+        "ratio": None if saliency is None or backbone is None else round(saliency / backbone, 4),
     }
     if config.perturbation_steps:
         perturbation = EigenPerturbation(model, bounds=False)
         split = model.head.channels - small_part(model.head.channels)
         work = timed(lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False))
-        row |= {"perturbation_steps": config.perturbation_steps, "perturbation_seconds": round(work(), 3)}
+        runs = in_turn({"perturbation": work}, repeats=1, warmup=0)["perturbation"]
+        row |= {"perturbation_steps": config.perturbation_steps}
+        row |= {"perturbation_seconds": round(runs[0], 3) if runs else None}
         advance("perturbation")
     return row
+
+
+def _said(number: object) -> str:
+    return f"{number:.3g}" if isinstance(number, float) else "–"
 
 
 def run(config: ExplainBench) -> None:
@@ -90,10 +99,12 @@ def run(config: ExplainBench) -> None:
     for row in rows:
         console.print(
             f"{row['batch']} images, {len(config.subsets)} subsets × {len(config.rules)} rules: "
-            f"{row['saliency_seconds']} s, {row['ratio']} times one forward and {row['one_forward_and_backward_passes']} "
-            "backward passes of the backbone"
+            f"{_said(row['saliency_seconds'])} s, {_said(row['ratio'])} times one forward and "
+            f"{row['one_forward_and_backward_passes']} backward passes of the backbone"
         )
         if config.perturbation_steps:
-            console.print(f"{config.perturbation_steps} steps of perturbation: {row['perturbation_seconds']} s")
-    console.print(f"written to {path}", soft_wrap=True)
+            console.print(f"{config.perturbation_steps} steps of perturbation: {_said(row['perturbation_seconds'])} s")
+    if any(None in row.values() for row in rows):
+        console.print("–: the device's memory is too small")
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     output.result({"rows": rows, "files": [path]}, [path])

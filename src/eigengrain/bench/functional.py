@@ -343,5 +343,5 @@ def run(config: FunctionalBench) -> None:
     write_csv(path, [{**row, **environment} for row in rows])
     console.print(table(rows))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     output.result({"rows": rows, "environment": environment, "files": [path]}, [path])

@@ -57,7 +57,7 @@ def point(cases: dict[str, Case], *, repeats: int, warmup: int, limit: float) ->
     """
     works = {name: case.timed for name, case in cases.items()}
     rehearsal = in_turn(works, repeats=1, warmup=max(warmup - 1, 0))
-    fitting = {name: min(repeats, int(limit / runs[0][1])) if runs else 0 for name, runs in rehearsal.items()}
+    fitting = {name: int(min(repeats, limit / runs[0][1])) if runs else 0 for name, runs in rehearsal.items()}
     found = {name: [] if fitting[name] else runs for name, runs in rehearsal.items()}
     for turn in range(max(fitting.values())):
         again = in_turn({name: works[name] for name in works if fitting[name] > turn}, repeats=1, warmup=0)
@@ -192,24 +192,32 @@ def _show(rows: list[Row], device_name: str, picture: Path, console: Console) ->
         from eigengrain.bench.chart import draw_growth
 
         draw_growth(rows, device_name, picture)
-        console.print(f"drawn to {picture}", soft_wrap=True)
+        console.print(f"drawn to {picture}", soft_wrap=True, markup=False)
         return [picture]
     console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
     return []
 
 
+def _redraw(config: GrowthBench, console: Console) -> None:
+    """The chart anew; no device is asked for, as the file may be of one that is not here."""
+    named = config.device.partition(":")[0]
+    kind = pick_device("auto").type if named == "auto" else named
+    path = Path(config.out or f"benchmarks/growth-{kind}.csv")
+    rows = read_rows(path)
+    console.print(table(rows))
+    files = _show(rows, str(rows[0]["device_name"]), writable(path.with_suffix(".png")), console)
+    output.result({"rows": rows, "files": files}, files)
+
+
 def run(config: GrowthBench) -> None:
     """``eigengrain bench growth``."""
-    device = pick_device(config.device)
     methods_of(config)  # refuses what there is not before a file is made
     console = output.reading()
-    path = Path(config.out or f"benchmarks/growth-{device.type}.csv")
     if config.redraw:
-        rows = read_rows(path)
-        console.print(table(rows))
-        files = _show(rows, str(rows[0]["device_name"]), writable(path.with_suffix(".png")), console)
-        output.result({"rows": rows, "files": files}, files)
+        _redraw(config, console)
         return
+    device = pick_device(config.device)
+    path = Path(config.out or f"benchmarks/growth-{device.type}.csv")
     picture = writable(path.with_suffix(".png"))
     path = writable(path)
     with progress_bar() as progress:
@@ -221,6 +229,6 @@ def run(config: GrowthBench) -> None:
     write_csv(path, [{**row, **environment} for row in rows])
     console.print(table(rows))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     files = [path, *_show(rows, str(environment["device_name"]), picture, console)]
     output.result({"rows": rows, "environment": environment, "files": files}, files)

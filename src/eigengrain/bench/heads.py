@@ -154,13 +154,13 @@ def run(config: HeadsBench) -> None:
     write_csv(path, [{**row, **environment} for row in rows])
     console.print(table(rows, config.reference))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     files = [path]
     if find_spec("matplotlib"):
         from eigengrain.bench.chart import draw_heads
 
         draw_heads(rows, config.reference, str(environment["device_name"]), picture)
-        console.print(f"drawn to {picture}", soft_wrap=True)
+        console.print(f"drawn to {picture}", soft_wrap=True, markup=False)
         files.append(picture)
     else:
         console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)

@@ -152,7 +152,8 @@ def run(config: LoaderBench) -> None:
     write_csv(path, [{**row, **environment} for row in rows])
     for row in rows:
         ratio = row[f"ratio_to_{REFERENCE}"]
-        console.print(f"{row['loader']:12} {row['images_per_second']:8} images/s, {ratio} times {REFERENCE}'s")
+        beside = "" if row["loader"] == REFERENCE else f", {ratio:.2f} times {REFERENCE}'s"
+        console.print(f"{row['loader']:12} {row['images_per_second']:8.1f} images/s{beside}")
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     output.result({"rows": rows, "environment": environment, "files": [path]}, [path])

@@ -214,6 +214,6 @@ def run(config: SolversBench) -> None:
         write_csv(errors_path, [{**row, **environment} for row in errors])
     console.print(table(times), accuracy.table(errors))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {times_path} and {errors_path}", soft_wrap=True)
+    console.print(f"written to {times_path} and {errors_path}", soft_wrap=True, markup=False)
     files = [times_path, errors_path]
     output.result({"eigensolvers": times, "accuracy": errors, "environment": environment, "files": files}, files)

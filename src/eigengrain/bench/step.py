@@ -374,5 +374,5 @@ def run(config: StepBench) -> None:
     for backbone in backbones:
         console.print(table([row for row in rows if row["backbone"] == backbone], config.reference))
     console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True)
+    console.print(f"written to {path}", soft_wrap=True, markup=False)
     output.result({"rows": rows, "environment": environment, "files": [path]}, [path])
