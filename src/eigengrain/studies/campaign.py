@@ -56,7 +56,7 @@ def run(options: StudyRun) -> int:
         return stop.exit_code
     if options.name in ("all", "report"):
         files.append(write_page(conclusions, setup))
-        console.print(f"report: {files[-1]}", soft_wrap=True, highlight=False)
+        console.print(f"report: {files[-1]}", soft_wrap=True, highlight=False, markup=False)
     output.result({"studies": [_as_json(each) for each in conclusions], "files": files}, files)
     return 0
 

@@ -99,7 +99,8 @@ class StudyRun:
             vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
             downloaded.
         stride_on: where ResNet weights stride: 1x1 or 3x3; 1x1 with --weights and 3x3 with timm's by default.
-        seconds: no run is begun that would end after so many seconds; the same command goes on later.
+        seconds: no run is begun that would, as long as the longest before it, end after so many seconds; the same command
+            goes on later.
         device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
         workers: processes that read images, at most one for each core.
         out: folder for NAME.csv, NAME.md, NAME.png, and the records and models of the runs.

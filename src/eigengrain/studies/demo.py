@@ -326,8 +326,8 @@ def run(demo: Demo) -> int:
     html.write_text(text, encoding="utf-8")
     console.print("", on_terminal(comparison(rows)), "")
     console.print(f"{time.perf_counter() - began:.0f} s in all", highlight=False)
-    console.print(
-        f"report: {html}   next: {'   or   '.join(next_commands(demo))}", soft_wrap=True, highlight=False, markup=False
-    )
+    console.print(f"report: {html}", soft_wrap=True, highlight=False, markup=False)
+    for number, command in enumerate(next_commands(demo)):
+        console.print(f"{'    or:' if number else '  next:'} {command}", soft_wrap=True, highlight=False, markup=False)
     output.result({"rows": rows, "environment": environment, "files": [table, *drawn, html]}, [html])
     return 0

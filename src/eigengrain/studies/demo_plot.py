@@ -5,8 +5,6 @@ from itertools import cycle
 from pathlib import Path
 
 import matplotlib
-
-matplotlib.use("Agg")  # draws to files, also where there is no screen
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

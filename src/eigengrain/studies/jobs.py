@@ -129,7 +129,7 @@ def run_jobs(
             return found
         longest = max((record["seconds"] for record in found.values()), default=0.0)
         if seconds is not None and time.perf_counter() - start + longest > seconds:
-            console.print(f"stopped for lack of time with {len(todo)} runs left: the same command goes on")
+            console.print(f"stopped for lack of time, runs left: {len(todo)}; the same command goes on")
             return found
         for job in todo:
             with claimed(folder, job.name) as mine:
@@ -144,7 +144,7 @@ def run_jobs(
                 break
         else:
             if not waits:
-                console.print(f"waiting for {len(todo)} runs of other processes")
+                console.print(f"waiting for runs of other processes: {len(todo)}")
             waits = True
             time.sleep(LOOK_AGAIN)
 

@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
-
-matplotlib.use("Agg")  # draws to files, also where there is no screen
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure

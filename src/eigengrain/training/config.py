@@ -153,7 +153,8 @@ class Train:
     """A training run.
 
     Args:
-        recipe: a packaged YAML file to start from, such as birds-resnet50-paper; all other options override it.
+        recipe: a packaged YAML file to start from, such as birds-resnet50-paper; without a name the option is answered with
+            all of them. All other options override it.
         data: the images.
         model: the network.
         optimiser: how the parameters move.

@@ -41,27 +41,36 @@ def dry_run(run: "Run") -> None:
     per_image = seconds / len(images)
     epoch = per_image * total * config.batch_size / process.world_size
     millions = sum(p.numel() for p in model.parameters()) / 1e6
-    lines = [
-        f"data       {sources.train.name}: {len(sources.train)} training, "
+    plan = {
+        "data": f"{sources.train.name}: {len(sources.train)} training, "
         f"{len(sources.val) if sources.val is not None else 0} validation, {len(sources.test)} test images, "
         f"{len(sources.train.classes)} classes",
-        f"model      {config.model.backbone} + {config.model.head}, {millions:.1f} M parameters; images "
+        "model": f"{config.model.backbone} + {config.model.head}, {millions:.1f} M parameters; images "
         f"{tuple(images.shape[1:])} -> map {map_size} -> vector {model.head_hidden_size}",
-        "rates      "
-        + ", ".join(
+        "rates": ", ".join(
             f"{g['name']} {g['initial_lr']:.3g} (weight decay {g['weight_decay']:.3g})" for g in run.optimiser.param_groups
         ),
-        f"schedule   {config.schedule.kind}, {config.epochs} epochs of {run.updates_per_epoch} updates, "
-        f"{config.batch_size * config.accumulate} images each, epochs of warm-up: {config.schedule.warmup_epochs:g}",
-        f"selection  {config.select}",
-        f"device     {process.device}, processes: {process.world_size}, amp {config.amp}",
-        f"two images loss {value:.4f}, {per_image:.3f} s an image forward and backward",
-        f"estimate   {_duration(epoch)} an epoch, {_duration(epoch * config.epochs)} in all, from these two images: larger "
-        "batches are faster on a GPU, and reading images and evaluation are not counted",
-    ]
-    for line in lines:
-        output.reading().print(line, soft_wrap=True, markup=False, highlight=False)
-    output.result({"plan": {line[:11].strip(): line[11:] for line in lines}}, lines)
+        "schedule": f"{config.schedule.kind}, {_number(config.epochs, 'epoch')} of "
+        f"{_number(run.updates_per_epoch, 'update')}, {config.batch_size * config.accumulate} images each, "
+        f"epochs of warm-up: {config.schedule.warmup_epochs:g}",
+        "selection": config.select,
+        "device": f"{process.device}, processes: {process.world_size}, amp {config.amp}",
+        "two images": f"loss {value:.4f}, {per_image:.3f} s an image forward and backward",
+        "estimate": f"{_duration(epoch)} an epoch, {_duration(epoch * config.epochs)} in all, from these two images: "
+        "larger batches are faster on a GPU, and reading images and evaluation are not counted",
+    }
+    for name, text in plan.items():
+        output.reading().print(f"{name:12}{text}", soft_wrap=True, markup=False, highlight=False)
+    output.result({"plan": plan}, [f"{name}\t{text}" for name, text in plan.items()])
+
+
+def _number(amount: int, unit: str) -> str:
+    """
+    Example:
+        >>> _number(1, "epoch"), _number(15, "epoch")
+        ('1 epoch', '15 epochs')
+    """
+    return f"{amount} {unit}{'' if amount == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:
