@@ -14,6 +14,7 @@ from eigengrain.studies.comparison import job_name
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED, Speeds, cost
 from eigengrain.studies.jobs import described
+from eigengrain.studies.published import TITLES
 from eigengrain.studies.settings import NETWORKS, base
 from eigengrain.studies.study import Row, Setup
 
@@ -163,6 +164,16 @@ def test_the_search_is_a_study_of_its_own(tmp_path):
     assert ["MPN-COV, ×3 (chosen)", "70.0", "1.0"] in [[cell.text for cell in row] for row in found.tables[0].rows]
     found.draw(tmp_path / "rates.png")
     assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
+
+
+@pytest.mark.parametrize("study", [study for study in STUDIES if study.measure is None], ids=lambda study: study.name)
+def test_a_study_of_some_of_its_data_sets_has_no_lines_of_the_others(study, tmp_path):
+    everything = Setup(StudyRun(out=str(tmp_path)))
+    last = study.rows(everything)[-1].data
+    some = Setup(StudyRun(out=str(tmp_path), datasets=[last]))
+    rows = [row for row in study.findings(everything).rows if row["data"] == TITLES[last]]
+    assert study.findings(some).rows == rows
+    assert len(study.findings(some).tables) <= len(study.findings(everything).tables)
 
 
 def test_the_grid_does_not_go_on_for_ever(tmp_path):

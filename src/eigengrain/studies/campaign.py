@@ -32,7 +32,9 @@ def run(options: StudyRun) -> int:
         show_list(options, console)
         return 0
     studies = list(STUDIES) if options.name in ("all", "report") else [find_study(options.name)]
-    check_names(options, [row for study in studies for row in study.rows(Setup(options))])
+    check_names(options, [row for study in studies for row in study.all_rows(Setup(options))])
+    # of many studies some have none of the data sets that were asked for
+    studies = [study for study in studies if study.measure is not None or study.rows(Setup(options))]
     if options.name == "report" or options.only_report:
         setup = Setup(options)
     else:
@@ -129,8 +131,7 @@ def show_list(options: StudyRun, console: Console) -> None:
     speeds = Speeds(Setup(options), options.measure)
     for study in STUDIES:
         setup = Setup(options, study.seeds(options))
-        sets = tuple(dict.fromkeys(row.data for row in study.rows(setup)))
-        chosen = tuple(name for name in sets if options.datasets is None or name in options.datasets)
+        chosen = tuple(dict.fromkeys(row.data for row in study.rows(setup)))
         if options.scale == "small" and options.datasets is None:
             chosen = chosen[:1]  # one of them is what fits an hour
         said = cost(study, replace(setup, available=chosen), speeds)

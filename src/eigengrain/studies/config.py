@@ -88,7 +88,7 @@ class StudyRun:
         scale: smoke (a small network on drawn birds, seconds), small (15 epochs) or paper (the paper's recipes).
         protocol: fair (each method at its own best classifier rate, chosen on validation images, last epoch), paper (one
             rate for all, best test epoch) or both.
-        datasets: such as [cub,cars]; all that the study has and the folder holds by default.
+        datasets: such as [cub,cars]; all that the study has by default, of which those are trained that the folder holds.
         backbones: such as [resnet50,vgg16]; all of the study by default, at scale small a few.
         heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
         seeds: of the runs that are tested; [0,1,2] by default, [0] for a smoke run and for ablations at scale small.

@@ -1,6 +1,7 @@
 """What trained networks do with parts of their spectra: Tables 1, 2 and 10, and Figure 6."""
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def similarity_rows(setup: Setup) -> list[Row]:
     return _rows("similarity")
 
 
-def _networks(setup: Setup, rows: list[Row], analysis: str) -> list[str]:
+def _networks(setup: Setup, rows: Sequence[Row], analysis: str) -> list[str]:
     """A note on the networks that were looked at."""
     said = []
     for row in rows:
@@ -65,14 +66,14 @@ def _networks(setup: Setup, rows: list[Row], analysis: str) -> list[str]:
 # --- Figure 6 -------------------------------------------------------------------------------------------------------
 
 
-def spectrum_findings(setup: Setup) -> Findings:
+def spectrum_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Condition number, effective rank and energy of the covariances of the test images; the histogram as a figure."""
     csv: list[dict[str, object]] = []
     tables: list[TableData] = []
     drawn: dict[str, dict[str, Any]] = {}
-    for data in FINE_GRAINED:
+    for data in dict.fromkeys(row.data for row in rows):
         lines = []
-        for row in spectrum_rows(setup):
+        for row in rows:
             if row.data != data:
                 continue
             found = setup.analysis(row, "spectrum")
@@ -104,7 +105,7 @@ def spectrum_findings(setup: Setup) -> Findings:
         "50 of 256 (elsewhere in proportion), of which the paper says that their energy is below "
         f"{ENERGY_OF_LAST:g}; s = ‖QSᵀ‖.",
         f"The paper sees a peak of small eigenvalues at 2^-18 = {PEAK:.1e}, the dotted line of the figure.",
-        *_networks(setup, spectrum_rows(setup), "spectrum"),
+        *_networks(setup, rows, "spectrum"),
     ]
 
     def draw(path: Path) -> None:
@@ -136,16 +137,16 @@ def _spectrum_row(
 # --- Table 2 --------------------------------------------------------------------------------------------------------
 
 
-def subset_findings(setup: Setup) -> Findings:
+def subset_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Accuracy with parts of the spectrum in inference; the paper's subsets first, then what lies between them."""
     names = subsets_of(setup.channels)
     printed = {ours: TABLE_2[theirs] for ours, theirs in paper_subsets(setup.channels).items()}
     csv: list[dict[str, object]] = []
     tables: list[TableData] = []
     drawn: dict[str, dict[str, list[float]]] = {}
-    for place, data in enumerate(FINE_GRAINED):
-        rows = [row for row in subset_rows(setup) if row.data == data]
-        found = {row.method: setup.analysis(row, "subset-accuracy") for row in rows}
+    for data in dict.fromkeys(row.data for row in rows):
+        place = FINE_GRAINED.index(data)
+        found = {row.method: setup.analysis(row, "subset-accuracy") for row in rows if row.data == data}
         lines = []
         for name in names:
             number = printed.get(name)
@@ -178,7 +179,7 @@ def subset_findings(setup: Setup) -> Findings:
             drawn[data_title(setup, data)] = panel
     notes = [
         "The first seed's network of each method; all eigenvalues were there in training. 'last:50' alone has no λ₁.",
-        *_networks(setup, subset_rows(setup), "subset-accuracy"),
+        *_networks(setup, rows, "subset-accuracy"),
     ]
 
     def draw(path: Path) -> None:
@@ -261,11 +262,11 @@ SIMILARITY_NOTE = (
 )
 
 
-def similarity_findings(setup: Setup) -> Findings:
+def similarity_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Table 1."""
     csv: list[dict[str, object]] = []
     tables = []
-    for row in similarity_rows(setup):
+    for row in rows:
         place = FINE_GRAINED.index(row.data)
         printed = {
             (rule, part): (numbers[0][place], numbers[1][place])
@@ -275,7 +276,7 @@ def similarity_findings(setup: Setup) -> Findings:
         more, table = similarity_tables(setup, row, printed)
         csv += more
         tables.append(table)
-    notes = [SIMILARITY_NOTE, *_networks(setup, similarity_rows(setup), "similarity")]
+    notes = [SIMILARITY_NOTE, *_networks(setup, rows, "similarity")]
     return Findings(csv, tables, notes, _similarity_picture(csv))
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from eigengrain.studies.accuracy import accuracy_findings, imagenet
+from eigengrain.studies.accuracy import accuracy_findings
 from eigengrain.studies.eigenvalues import SIMILARITY_NOTE, imagenet_similarity
 from eigengrain.studies.jobs import Record
 from eigengrain.studies.published import FINE_GRAINED, NO_CONVERGENCE_BEYOND, TABLE_3
@@ -68,9 +68,9 @@ def truncation_rows(setup: Setup) -> list[Row]:
     return rows
 
 
-def truncation_findings(setup: Setup) -> Findings:
+def truncation_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Accuracy against the number of truncated eigenvalues, and the curves of the largest number."""
-    rows, counts = truncation_rows(setup), truncated_counts(setup.channels)
+    counts = truncated_counts(setup.channels)
     found = accuracy_findings(setup, rows)
     notes = [
         *found.notes,
@@ -85,7 +85,7 @@ def truncation_findings(setup: Setup) -> Findings:
         from eigengrain.studies.study_plot import draw_truncation
 
         panels: dict[str, tuple[dict[str, Curve], dict[str, Curve], dict[str, Curve]]] = {}
-        for data in FINE_GRAINED:
+        for data in dict.fromkeys(row.data for row in rows):
             lines: dict[str, Curve] = {}
             tested: dict[str, Curve] = {}
             losses: dict[str, Curve] = {}
@@ -129,9 +129,8 @@ def normalisation_rows(setup: Setup) -> list[Row]:
     return rows
 
 
-def normalisation_findings(setup: Setup) -> Findings:
+def normalisation_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """The accuracies, and what each normalisation makes of the mean spectrum of a trained network."""
-    rows = normalisation_rows(setup)
     found = accuracy_findings(setup, rows)
     spectra = {
         data_title(setup, row.data): analysis[1]["mean_log10"]
@@ -177,9 +176,8 @@ def _curves(setup: Setup, rows: Sequence[Row], columns: dict[str, str]) -> dict[
     return panels
 
 
-def curve_findings(setup: Setup) -> Findings:
+def curve_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Figure 5: test accuracy after each epoch."""
-    rows = curve_rows(setup)
     found = accuracy_findings(setup, rows)
     panels = _curves(setup, rows, {"test_top1": "test accuracy, %"})
     notes = [*found.notes, "Figure 5 prints no numbers: those of Table 3 are given for orientation. Ours are not smoothed."]
@@ -192,9 +190,8 @@ def curve_findings(setup: Setup) -> Findings:
     return Findings(found.rows, found.tables, notes, draw if panels else None)
 
 
-def imagenet_findings(setup: Setup) -> Findings:
+def imagenet_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """Table 9, Figure 10 and Table 10. The rows of the CSV file are those of Table 9."""
-    rows = imagenet(setup)
     found = accuracy_findings(setup, rows, digits=2)
     analysed = next(row for row in rows if row.analyses)
     more, table = imagenet_similarity(setup, analysed)

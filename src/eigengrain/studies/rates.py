@@ -1,5 +1,6 @@
 """How much hangs on the rate of the classifier: accuracy of each head against it, from the runs by which it is chosen."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -39,9 +40,8 @@ def rate_rows(setup: Setup) -> list[Row]:
     return sorted(found.values(), key=lambda row: list(TITLES).index(row.data))
 
 
-def rate_findings(setup: Setup) -> Findings:
+def rate_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """A table a data set, a row a head and rate; data sets without a run are left out if there is one with."""
-    rows = rate_rows(setup)
     searches = [_search(setup, row) for row in rows]
     tried_on = {row.data for row, (tried, _) in zip(rows, searches, strict=True) if any(tried.values())}
     csv: list[dict[str, object]] = []

@@ -1,7 +1,7 @@
 """Table 8: time and memory of a training step, with the benchmark of ``eigengrain bench step``."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from eigengrain.runtime.page import Cell, TableData
 from eigengrain.studies.accuracy import NOT_RUN
 from eigengrain.studies.jobs import write_record
 from eigengrain.studies.settings import SMOKE_CHANNELS, SMOKE_IMAGES
-from eigengrain.studies.study import Findings, Setup, where_run
+from eigengrain.studies.study import Findings, Row, Setup, where_run
 
 METHODS = {"isqrt": "iSQRT-COV", "mpncov": "MPN-COV", "mpncov+seb": "MPN-COV + SEB"}
 
@@ -48,8 +48,8 @@ def _records(setup: Setup) -> dict[str, dict[str, Any]]:
     return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
 
 
-def findings(setup: Setup) -> Findings:
-    """A table for each kind of device that was measured."""
+def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
+    """A table for each kind of device that was measured; there are no rows to train."""
     records = list(_records(setup).values()) or [{"rows": [], "environment": {}}]
     csv: list[dict[str, object]] = []
     tables = []

@@ -297,8 +297,8 @@ class Study:
         name: of the command.
         title: a few words.
         where: the table or figure.
-        rows: what is trained.
-        findings: what the records come to.
+        all_rows: what is trained, on all of its data sets.
+        find: what the records of rows come to.
         thorough: whether the default is three seeds at scale small too.
         measure: what is measured without training, and whether that is still to do.
     """
@@ -306,10 +306,19 @@ class Study:
     name: str
     title: str
     where: str
-    rows: Callable[[Setup], list[Row]]
-    findings: Callable[[Setup], Findings]
+    all_rows: Callable[[Setup], list[Row]]
+    find: Callable[[Setup, Sequence[Row]], Findings]
     thorough: bool = False
     measure: Callable[[Setup], None] | None = None
+
+    def rows(self, setup: Setup) -> list[Row]:
+        """Those of the data sets that were asked for."""
+        datasets = setup.options.datasets
+        return [row for row in self.all_rows(setup) if datasets is None or row.data in datasets]
+
+    def findings(self, setup: Setup) -> Findings:
+        """What the records come to."""
+        return self.find(setup, self.rows(setup))
 
     def seeds(self, options: StudyRun) -> tuple[int, ...]:
         if options.seeds is not None:
