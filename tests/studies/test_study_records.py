@@ -226,7 +226,10 @@ def test_a_network_at_another_rate_than_the_best_is_analysed_as_that(tmp_path):
         record(setup, job, top1)
     [plain] = setup.finals(row, setup.config(row), 10, (1,))
     record(setup, plain, 80.5)
-    for rate, top1, said in ((3, 79.0, "×3, 79.0 % (its best rate is ×10)"), (10, 81.0, "×10, 81.0 %.")):
+    for rate, top1, said in (
+        (3, 79.0, "×3, 79.0 % after 15 epochs (its best rate is ×10)"),
+        (10, 81.0, "×10, 81.0 % after 15 epochs."),
+    ):
         [job] = setup.finals(row, setup.config(row), rate, (0,))
         record(setup, job, top1, analyses={"subset-accuracy": {"all": {"top1": top1, "top5": 95.0, "loss": 1.0}}})
         found = find_study("subset-accuracy").findings(setup)

@@ -204,7 +204,7 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
                 printed = "–" if row.printed is None else f"{row.printed:.{digits}f}"
                 ours = [shown(each[p], digits) for p in protocols]
                 lines.append([Cell(titled(row) + metric), Cell(printed), *map(Cell, ours)])
-        caption = f"{data_title(setup, data)}, test accuracy in %"
+        caption = f"{data_title(setup, data)}, test accuracy in %, ours after {_epochs(setup, rows, data)}"
         tables.append(TableData(caption, ["", "paper", *(HEADINGS[p] for p in protocols)], lines))
     notes = [PROTOCOLS[p] for p in protocols]
     if any(score.chosen is False for each in scores for score in each["fair"]):
@@ -226,6 +226,12 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
     return Findings(
         csv, tables, notes, draw if any(score.values for each in scores for p in protocols for score in each[p]) else None
     )
+
+
+def _epochs(setup: Setup, rows: Sequence[Row], data: str) -> str:
+    """How long the rows of a data set are trained."""
+    lengths = sorted({setup.config(row).epochs for row in rows if row.data == data and row.head is not None})
+    return f"{' or '.join(map(str, lengths))} epoch{'' if lengths == [1] else 's'}"
 
 
 def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:

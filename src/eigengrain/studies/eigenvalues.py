@@ -56,8 +56,9 @@ def _networks(setup: Setup, rows: Sequence[Row], analysis: str) -> list[str]:
         if (found := setup.analysis(row, analysis)) is None:
             continue
         record = found[0]
-        rate = record["config"]["optimiser"]["classifier_lr_scale"]
-        text = f"{data_title(setup, row.data)}, {row.method}: ×{rate:g}, {record['scores'][row.metric]:.1f} %"
+        rate, epochs = record["config"]["optimiser"]["classifier_lr_scale"], record["config"]["epochs"]
+        accuracy = f"{record['scores'][row.metric]:.1f} % after {epochs} epoch{'' if epochs == 1 else 's'}"
+        text = f"{data_title(setup, row.data)}, {row.method}: ×{rate:g}, {accuracy}"
         best = [chosen for chosen, is_chosen, _ in setup.results(row, "fair") if is_chosen]
         said.append(text if not best or rate in best else f"{text} (its best rate is ×{best[0]:g})")
     return [f"The networks, with the rate of the classifier and their test accuracy: {'; '.join(said)}."] if said else []

@@ -53,7 +53,8 @@ def rate_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
             for row, tried, best in mine
             for rate in sorted(tried)
         ]
-        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in %"
+        epochs = setup.config(mine[0][0]).epochs
+        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in % after {epochs} epoch{'' if epochs == 1 else 's'}"
         tables.append(TableData(caption, ["", "validation", "test"], lines))
         csv += [_csv_row(setup, row, rate, record, best) for row, tried, best in mine for rate, record in tried.items()]
 

@@ -146,7 +146,7 @@ def _line(axes: Axes, name: str | None, drawn: Curve, style: tuple[str, str]) ->
 def _whole_numbers(axes: Axes, curves: Iterable[Curve]) -> None:
     """Ticks at whole numbers only, also where there is one point."""
     seen = {x for xs, _ in curves for x in xs}
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(steps=[1, 2, 5, 10], integer=True, min_n_ticks=1))
     if len(seen) == 1:
         axes.set_xlim(min(seen) - 1, min(seen) + 1)
 
