@@ -1,4 +1,4 @@
-# Two commands matter: `make demo` and `make test`. Each builds .venv first, with whatever Python 3.10+ is called PYTHON.
+# Two commands matter: `make demo` and `make test`. Each builds .venv first, with whatever Python 3.11+ is called PYTHON.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
@@ -9,8 +9,12 @@ STAMP  := $(VENV)/.installed
 
 setup: $(STAMP)
 
+# not every pinned version is there for Python 3.10; said before .venv is made, which would keep the Python it was made with
+NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")
+
 # torch goes first and pinned, so that nothing after it asks for another build of it
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/torch.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -r requirements/dev.txt

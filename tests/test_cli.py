@@ -265,3 +265,16 @@ def test_the_installed_script_prints_no_traceback():
         done.stderr
         == "eigengrain: error: unknown option '--epohcs': did you mean '--epochs'? (see 'eigengrain demo --help')\n"
     )
+
+
+def test_the_package_runs_as_a_module():
+    done = subprocess.run([sys.executable, "-m", "eigengrain", "--version"], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, f"eigengrain {__version__}\n"), done.stderr
+
+
+def test_a_package_that_is_not_installed_is_one_line():
+    script = "import sys; sys.modules['captum'] = None; from eigengrain.cli import main; sys.exit(main(sys.argv[1:]))"
+    words = ["bench", "explain", "--backbone", "test_resnet", "--batch", "1", "--img_size", "32", "--repeats", "1"]
+    done = subprocess.run([sys.executable, "-c", script, *words], capture_output=True, text=True)
+    said = "eigengrain: error: saliency maps need captum: pip install 'eigengrain[explain]'\n"
+    assert (done.returncode, done.stderr) == (2, said)

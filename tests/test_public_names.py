@@ -1,5 +1,8 @@
 """Names that others rely on: this fails when one of them vanishes."""
 
+import subprocess
+import sys
+
 import pytest
 
 import eigengrain as eg
@@ -29,3 +32,32 @@ def test_top_level():
     assert set(eg.functional.__all__) == set(FUNCTIONAL)
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
         eg.nothing  # noqa: B018
+
+
+def test_names_are_listed_as_far_as_they_can_be_had():
+    script = """
+import sys
+sys.modules["captum"] = None  # as if it were not installed
+from eigengrain import *
+import eigengrain, pydoc
+assert "create_model" in pydoc.render_doc(eigengrain)
+assert "EigenSaliency" not in dir(eigengrain)
+assert EigenPerturbation is eigengrain.EigenPerturbation
+try:
+    eigengrain.EigenSaliency
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.stdout == "saliency maps need captum: pip install 'eigengrain[explain]'\n", done.stderr
+
+
+def test_a_type_checker_refuses_names_that_are_not_there(tmp_path):
+    pytest.importorskip("mypy")
+    user = tmp_path / "user.py"
+    user.write_text("import eigengrain\neigengrain.create_model\neigengrain.create_modell\n")
+    options = ["--config-file=", "--follow-imports=skip", f"--cache-dir={tmp_path}"]
+    command = [sys.executable, "-m", "mypy", *options, str(user), eg.__file__]
+    said = subprocess.run(command, capture_output=True, text=True).stdout
+    assert 'user.py:3: error: Module has no attribute "create_modell"' in said
+    assert "user.py:2" not in said

@@ -3,8 +3,10 @@
 Everything is loaded on first use (PEP 562), so ``import eigengrain`` itself imports nothing, not even torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from eigengrain._lazy import loader
 
 if TYPE_CHECKING:
     from eigengrain import explain as explain
@@ -42,16 +44,11 @@ _EXPORTS = {
     **dict.fromkeys(("load_weights", "from_pretrained", "save_pretrained"), "eigengrain.models"),
 }
 
-__all__ = ["__version__", *_EXPORTS]
+# what needs captum is listed where that is installed, so that dir(), help() and import * do not fail elsewhere
+__all__ = ["__version__", *(name for name in _EXPORTS if name != "EigenSaliency" or find_spec("captum"))]
 
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'eigengrain' has no attribute {name!r}")
-    module = import_module(_EXPORTS[name])
-    value = module if _EXPORTS[name].endswith("." + name) else getattr(module, name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers read the names above, and should refuse all others
+    __getattr__ = loader(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

@@ -16,6 +16,10 @@ class FailedError(ValueError):
     """The work itself failed, as when a training diverges: the options could be read, and what they ask for went wrong."""
 
 
+class MissingPackageError(ImportError):
+    """An optional package is needed; the message says how it is installed."""
+
+
 class EigenSolverError(RuntimeError):
     """A decomposition failed on every rung of the repair ladder."""
 

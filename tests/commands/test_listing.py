@@ -13,6 +13,7 @@ from eigengrain.commands.listing import Heads, Models, backbone_sizes, first_sen
 from eigengrain.heads import Head, create_head, list_heads, register_head
 from eigengrain.heads.registry import _FACTORIES
 from eigengrain.models import create_model, list_backbones
+from eigengrain.models.backbone import create_backbone
 from eigengrain.runtime import output
 
 # patches of 16 × 16 pixels, positions, class token, six blocks 64 wide (norms, attention, MLP three times as wide), norm
@@ -54,6 +55,17 @@ def test_measured_sizes_are_those_of_a_real_pass():
         features = model.forward_features(torch.zeros(1, 3, 224, 224))
         assert features.shape == (1, measured.channels, *size)
     assert measured.parameters == sum(p.numel() for p in model.backbone.parameters())
+
+
+def test_a_network_that_cannot_be_built_without_numbers_is_measured_too(monkeypatch):
+    expected = backbone_sizes("test_resnet")
+
+    def reads_numbers(name):
+        torch.linspace(0, 1, 3).tolist()  # as timm before 1.0.30 does for rates of stochastic depth
+        return create_backbone(name)
+
+    monkeypatch.setattr("eigengrain.models.backbone.create_backbone", reads_numbers)
+    assert backbone_sizes("test_resnet") == expected
 
 
 def test_covered_backbones_exist():

@@ -16,10 +16,11 @@ from eigengrain.models import create_model, from_pretrained
 from eigengrain.training import loop, train
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Data, Model, Optimiser, Schedule
+from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import evaluate
 from eigengrain.training.loop import DivergedError
 from eigengrain.training.schedule import build_optimiser, build_schedule, rates
-from eigengrain.training.sources import Sources, describe_input
+from eigengrain.training.sources import Sources, check_readable, describe_input
 from eigengrain.training.telemetry import spectrum_row
 from training.small_run import SIZE, colours, small, without_batch_statistics
 
@@ -366,6 +367,12 @@ def test_the_cache_trains_as_the_files_do(tmp_path):
         torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=1e-4)
 
 
+def test_tensorboard_that_is_not_installed_is_said_before_anything_else(tmp_path, monkeypatch):
+    monkeypatch.setattr("eigengrain.training.build.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'eigengrain\[log\]'"):
+        train(small(tmp_path, log="tensorboard", dry_run=True), colours())
+
+
 def test_tensorboard_files(tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -392,6 +399,26 @@ def test_broken_images_are_listed_before_training(tmp_path):
     assert "\n" not in str(error.value)
     listed = (tmp_path / "run/unreadable.txt").read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == [str(files[1]), str(files[4])]
+
+
+@pytest.mark.parametrize("processes", [1, 2, 3])
+def test_processes_share_the_check_of_the_images(tmp_path, processes):
+    files = [tmp_path / f"{number}.png" for number in range(5)]  # none of them is there
+    sources = Sources(ImageSet("files", "train", ["a"], [0] * 5, files), colours().test)
+
+    class Silent(Process):
+        def gather(self, value):
+            return [value]
+
+    counts = []
+    for rank in range(processes):
+        out = tmp_path / f"run{rank}"
+        with pytest.raises(ValueError, match=r"\d images cannot be read") as error:
+            check_readable(sources, out, 0, Silent(torch.device("cpu"), rank, processes))
+        counts.append(int(str(error.value)[0]))
+        assert (out / "unreadable.txt").exists() == (rank == 0)  # one process writes
+    assert sum(counts) == 5
+    assert max(counts) - min(counts) <= 1
 
 
 def test_a_broken_image_whose_name_is_no_text(tmp_path):

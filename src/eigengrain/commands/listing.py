@@ -130,7 +130,7 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def backbone_sizes(name: str) -> BackboneSizes:
-    """Measure one backbone on the meta device, where it has no numbers and costs nothing.
+    """Measure one backbone, on the meta device where it can be built there: it then has no numbers and costs nothing.
 
     Raises:
         ValueError: if the backbone has no feature map.
@@ -140,6 +140,13 @@ def backbone_sizes(name: str) -> BackboneSizes:
         BackboneSizes(name='tv:alexnet', channels=256, image=224, map=(6, 6), map_last_stride_1=(13, 13),
                       parameters=2469696)
     """
+    try:
+        return _measured(name, "meta")
+    except RuntimeError:  # timm before 1.0.30 reads numbers while it builds some networks
+        return _measured(name, "cpu")
+
+
+def _measured(name: str, device: str) -> BackboneSizes:
     import torch
 
     from eigengrain import _torchvision  # noqa: F401
@@ -147,7 +154,7 @@ def backbone_sizes(name: str) -> BackboneSizes:
     from eigengrain.models.probe import probe
     from eigengrain.models.stride import edit_strides
 
-    with torch.device("meta"):
+    with torch.device(device):
         backbone = create_backbone(name)
         own = backbone.description["input_size"]
         shape = own if backbone.img_size else (own[0], IMAGE, IMAGE)

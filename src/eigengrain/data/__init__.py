@@ -3,8 +3,9 @@
 Names are loaded on first use (PEP 562), so that the config dataclasses of this folder can be read without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eigengrain._lazy import loader
 
 if TYPE_CHECKING:
     from eigengrain.data.cache import DeviceCache as DeviceCache
@@ -19,27 +20,23 @@ if TYPE_CHECKING:
     from eigengrain.data.transforms import build_transform as build_transform
 
 _EXPORTS = {
-    "DeviceCache": "cache",
-    "ImageSet": "imageset",
-    "Loader": "loader",
-    "Transforms": "config",
-    "build_transform": "transforms",
-    "find_unreadable": "check",
-    "list_datasets": "catalogue",
-    "make_loader": "loader",
-    "open_dataset": "registry",
-    "split_validation": "imageset",
+    "DeviceCache": "eigengrain.data.cache",
+    "ImageSet": "eigengrain.data.imageset",
+    "Loader": "eigengrain.data.loader",
+    "Transforms": "eigengrain.data.config",
+    "build_transform": "eigengrain.data.transforms",
+    "find_unreadable": "eigengrain.data.check",
+    "list_datasets": "eigengrain.data.catalogue",
+    "make_loader": "eigengrain.data.loader",
+    "open_dataset": "eigengrain.data.registry",
+    "split_validation": "eigengrain.data.imageset",
 }
 
 __all__ = [*_EXPORTS]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'eigengrain.data' has no attribute {name!r}")
-    value = getattr(import_module(f"eigengrain.data.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers read the names above, and should refuse all others
+    __getattr__ = loader(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

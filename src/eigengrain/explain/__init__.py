@@ -3,8 +3,10 @@
 Loaded on first use (PEP 562), so that what needs captum is asked for it only when it is used.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from eigengrain._lazy import loader
 
 if TYPE_CHECKING:
     from eigengrain.explain.perturbation import EigenPerturbation as EigenPerturbation
@@ -15,22 +17,18 @@ if TYPE_CHECKING:
     from eigengrain.explain.saliency import SubsetMaps as SubsetMaps
     from eigengrain.explain.saliency import attribute_rules as attribute_rules
 
-# public name -> module of this package that defines it
 _EXPORTS = {
-    **dict.fromkeys(("EigenPerturbation", "Perturbed"), "perturbation"),
-    **dict.fromkeys(("RULES", "RectifierRules"), "rectifier_rules"),
-    **dict.fromkeys(("EigenSaliency", "SubsetMaps", "attribute_rules"), "saliency"),
+    **dict.fromkeys(("EigenPerturbation", "Perturbed"), "eigengrain.explain.perturbation"),
+    **dict.fromkeys(("RULES", "RectifierRules"), "eigengrain.explain.rectifier_rules"),
+    **dict.fromkeys(("EigenSaliency", "SubsetMaps", "attribute_rules"), "eigengrain.explain.saliency"),
 }
 
-__all__ = list(_EXPORTS)
+# what needs captum is listed where that is installed, so that dir(), help() and import * do not fail elsewhere
+__all__ = [name for name, module in _EXPORTS.items() if module != "eigengrain.explain.saliency" or find_spec("captum")]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'eigengrain.explain' has no attribute {name!r}")
-    value = getattr(import_module(f"eigengrain.explain.{_EXPORTS[name]}"), name)
-    globals()[name] = value
-    return value
+if not TYPE_CHECKING:  # type checkers read the names above, and should refuse all others
+    __getattr__ = loader(__name__, _EXPORTS)
 
 
 def __dir__() -> list[str]:

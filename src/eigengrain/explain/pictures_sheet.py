@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from eigengrain.errors import MissingPackageError
 from eigengrain.runtime.records import writable
 
 try:
@@ -18,7 +19,7 @@ try:
     from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 except ImportError as error:
-    raise ImportError("pictures need matplotlib: pip install 'eigengrain[explain]'") from error
+    raise MissingPackageError("pictures need matplotlib: pip install 'eigengrain[explain]'") from error
 
 #: dark to bright in equal steps of lightness, so that it is read alike with every kind of colour vision, and in grey
 COLOURS = "inferno"

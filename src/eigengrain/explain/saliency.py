@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 from warnings import warn
 
 import torch
 from torch import Tensor, nn
 
+from eigengrain.errors import MissingPackageError
 from eigengrain.explain.rectifier_rules import RectifierRules, check_rule
 from eigengrain.functional import EigenSubset
 from eigengrain.functional.spectral import check_cut
@@ -30,7 +31,16 @@ try:
     from captum.attr import GradientAttribution
     from captum.log import log_usage
 except ImportError as error:
-    raise ImportError("saliency maps need captum: pip install 'eigengrain[explain]'") from error
+    raise MissingPackageError("saliency maps need captum: pip install 'eigengrain[explain]'") from error
+
+Method = TypeVar("Method", bound=Callable[..., object])
+
+
+def _logged(method: Method) -> Method:
+    """What captum logs of its methods; the decorator itself has no types, and would take away the method's."""
+    logged: Method = log_usage()(method)
+    return logged
+
 
 Subset = str | EigenSubset
 Target = int | str | Tensor | list[int] | None
@@ -89,7 +99,7 @@ class EigenSaliency(GradientAttribution):
         self.model, self.rule = model, rule
         self.gradient_func = self.gradient_function()
 
-    @log_usage()
+    @_logged
     def attribute(
         self,
         inputs: Tensor | tuple[Tensor, ...],

@@ -3,8 +3,9 @@
 Loaded on first use (PEP 562), so that the options can be read without torch.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from eigengrain._lazy import loader
 
 if TYPE_CHECKING:
     from eigengrain.training.config import Train as Train
@@ -20,7 +21,5 @@ _EXPORTS = {
 __all__ = ["Train", "evaluate", "train"]
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module 'eigengrain.training' has no attribute {name!r}")
-    return getattr(import_module(_EXPORTS[name]), name)
+if not TYPE_CHECKING:  # type checkers read the names above, and should refuse all others
+    __getattr__ = loader(__name__, _EXPORTS)

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,8 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     Raises:
         ValueError: for a name, a folder or an option that does not fit, and for images that cannot be read.
     """
+    if config.log == "tensorboard" and find_spec("tensorboard") is None:
+        raise ValueError("--log tensorboard needs TensorBoard: pip install 'eigengrain[log]'")
     sources = sources or open_sources(config.data, config.seed)
     if sources.val is None and config.data.val_fraction:
         raise ValueError("--data.val_fraction is set, and the data sets that were given have no validation images")
@@ -169,13 +172,7 @@ def write_arguments(out: Path, config: Train) -> None:
 
 
 def tensorboard(out: Path, purge_step: int) -> Any:
-    """A writer of TensorBoard's files; steps after ``purge_step`` of an interrupted run are dropped.
+    """A writer of TensorBoard's files; steps after ``purge_step`` of an interrupted run are dropped."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    Raises:
-        ValueError: if TensorBoard is not installed.
-    """
-    try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        raise ValueError("--log tensorboard needs TensorBoard: pip install 'eigengrain[log]'") from error
     return SummaryWriter(str(out / "tensorboard"), purge_step=purge_step + 1)

@@ -1,0 +1,8 @@
+"""``python -m eigengrain``, where the script ``eigengrain`` is not on the path."""
+
+import sys
+
+from eigengrain.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())
