@@ -153,6 +153,7 @@ def test_labels_belong_to_images(files):
             "2 ranks cannot share it equally: use .* such as 2",
         ),
         (9, {"batch_size": 4, "train": True, "world_size": 2, "drop_last": False}, "last batch has 1 samples for 2 ranks"),
+        (3, {"batch_size": 4, "train": True, "world_size": 2, "drop_last": False}, "last batch has 3 samples for 2 ranks"),
         (9, {"batch_size": 4, "train": True, "world_size": 2, "rank": 2}, "rank below world_size"),
     ],
 )

@@ -1,5 +1,6 @@
 """Jobs of a study: done once, continued where they stopped, with analyses that see what was trained_runs."""
 
+import errno
 import json
 import subprocess
 import sys
@@ -10,8 +11,10 @@ import pytest
 
 from eigengrain.studies import claims, jobs
 from eigengrain.studies.comparison import best_rate, final_jobs, job_name, rate_jobs
-from eigengrain.studies.jobs import Job, run_jobs
+from eigengrain.studies.jobs import Job, described, read_record, run_jobs
+from eigengrain.training import train
 from training.small_run import colours, small
+from training.test_distributed import run_two
 
 
 @pytest.fixture
@@ -66,6 +69,28 @@ def test_two_processes_share_a_study(tmp_path):
     assert said[0][0] == said[1][0]
 
 
+def test_processes_of_torchrun_share_every_run(tmp_path):
+    """The model goes when both have analysed it, and both come to the same end."""
+    words = ["study", "spectrum", "--scale", "smoke", "--out", str(tmp_path), "--device", "cpu", "--datasets", "cub"]
+    out, _ = run_two("eigengrain.cli", *words, "--drop_models")
+    assert out.count("written to") == 2
+    records = [json.loads(file.read_text()) for file in (tmp_path / "records").iterdir()]
+    assert sum("spectrum" in record["analyses"] for record in records) == 2
+    assert not list((tmp_path / "runs").iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
+def test_a_folder_on_a_file_system_without_locks(monkeypatch, tmp_path, number):
+    fcntl = pytest.importorskip("fcntl")
+
+    def refused(file, operation):
+        raise OSError(number, "no locks here")
+
+    monkeypatch.setattr(fcntl, "flock", refused)
+    with claims.claimed(tmp_path, "seed0") as mine:
+        assert mine
+
+
 def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_path):
     record = run_jobs(lambda: two(epochs=2)[:1], tmp_path)["seed0"]
     text = (tmp_path / "records" / "seed0.json").read_text()
@@ -96,13 +121,38 @@ def test_an_interrupted_study_goes_on(drawn, trained_runs, tmp_path, monkeypatch
     assert trained_runs == ["seed0", "seed1"]
 
 
+def test_a_training_whose_record_finds_no_room_is_not_lost(drawn, tmp_path, monkeypatch):
+    real, steps = jobs.write_record, []
+
+    def full(record, folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(jobs, "write_record", full)
+    with pytest.raises(OSError, match="No space left"):
+        run_jobs(lambda: two()[:1], tmp_path)
+    monkeypatch.setattr(jobs, "write_record", real)
+    monkeypatch.setattr(jobs, "train", lambda config, sources: train(config, sources, lambda *step: steps.append(step)))
+    assert run_jobs(lambda: two()[:1], tmp_path)["seed0"]["scores"]
+    assert steps == []
+    assert not list((tmp_path / "runs").rglob("*.pt"))
+
+
 def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
     run_jobs(lambda: two()[:1], tmp_path)
     with pytest.raises(ValueError, match=r"seed0.json is of a run with other options \(epochs\)"):
         run_jobs(lambda: two(epochs=2)[:1], tmp_path)
-    (tmp_path / "records" / "seed0.json").write_text("{}")
-    with pytest.raises(ValueError, match="is not a record of a run"):
-        run_jobs(lambda: two()[:1], tmp_path)
+
+
+@pytest.mark.parametrize("part", ["config", "scores", "seconds", "epochs", "environment", "analyses", "half", "list"])
+def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
+    job, path = two()[0], tmp_path / "seed0.json"
+    whole = {"config": described(job.config), "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}
+    path.write_text(json.dumps(whole))
+    assert read_record([tmp_path], job) == whole
+    texts = {"half": json.dumps(whole)[:100], "list": "[1]"}
+    path.write_text(texts.get(part) or json.dumps({key: value for key, value in whole.items() if key != part}))
+    with pytest.raises(ValueError, match=r"seed0\.json is not a record of a run \(.*\): remove it"):
+        read_record([tmp_path], job)
 
 
 def test_a_training_that_diverges_is_a_result_and_the_others_go_on(drawn, trained_runs, tmp_path):

@@ -325,6 +325,8 @@ def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
     assert said.seconds == pytest.approx(images / STATED["small"], rel=1e-6)
     for job in setup.jobs(BIRDS, "fair")[:1]:
         record(setup, job, 70.0)
+    (tmp_path / "records/half.json").write_text('{"name": "half", "epo')  # of which the list of studies does not speak
+    (tmp_path / "records/others.json").write_text("[1, 2]")
     again = cost(study, setup, Speeds(setup, measured=False))
     assert again.known == "records"
     assert again.seconds == pytest.approx(images / 500, rel=1e-6)

@@ -75,3 +75,8 @@ def test_the_model_is_the_same(one, two):
 def test_a_network_that_outlives_its_processes_keeps_nobody_waiting():
     out, _ = run_two("training.late_net")
     assert out.splitlines() == ["over", "over"]
+
+
+def test_processes_join_again_and_again_whoever_comes_first():
+    out, _ = run_two("training.many_groups")
+    assert out.splitlines() == [str([3] * 8)] * 2

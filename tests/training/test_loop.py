@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -381,6 +382,27 @@ def test_tensorboard_files(tmp_path):
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("test_top1")] == [1, 2]
+
+
+def test_a_training_that_fails_ends_the_thread_of_its_writer(tmp_path):
+    pytest.importorskip("tensorboard")
+    before = threading.active_count()
+
+    def fail(epoch, batch, loss):
+        raise KeyError("a mistake of the caller")
+
+    with pytest.raises(KeyError):
+        train(small(tmp_path, log="tensorboard"), colours(), fail)
+    assert threading.active_count() == before
+
+
+def test_one_data_set_may_be_trained_and_tested_on(tmp_path):
+    losses = {"one": [], "two": []}
+    images, others = colours().train, colours().train
+    train(small(tmp_path / "one"), Sources(images, images), lambda e, b, loss: losses["one"].append(loss))
+    train(small(tmp_path / "two"), Sources(images, others), lambda e, b, loss: losses["two"].append(loss))
+    assert losses["one"] == losses["two"]
+    assert images.transform is None  # a data set of the caller is left as it was
 
 
 def test_broken_images_are_listed_before_training(tmp_path):

@@ -14,7 +14,7 @@ import torch
 from eigengrain.training import train
 from eigengrain.training.checkpoint import CheckpointError, read_checkpoint
 from eigengrain.training.interrupt import Interrupted
-from eigengrain.training.telemetry import COLUMNS
+from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
 from training.small_run import colours, small
 
 EMA = {"ema": 0.9, "save_every": 2, "select": "best-test"}
@@ -119,6 +119,27 @@ def test_rows_of_epochs_that_are_trained_again_are_not_doubled(uninterrupted, tm
         file.write("1,0.5\n2,")
     train(small(tmp_path, resume=True, **EMA), colours())
     assert_same_run(uninterrupted, tmp_path)
+
+
+def test_a_row_that_was_cut_in_its_first_number_is_no_epoch(tmp_path):
+    path = tmp_path / "summary.csv"
+    Summary(path)
+    for epoch in range(1, 13):
+        Summary(path, epoch - 1).append({"epoch": epoch, "train_loss": 0.5})
+    text = path.read_text()
+    path.write_text(text[: text.index("\n12,") + 2])  # the 1 of 12
+    Summary(path, 11)
+    assert [row["epoch"] for row in read_summary(path)] == list(range(1, 12))
+
+
+def test_what_a_killed_process_left_half_written_goes(tmp_path):
+    with pytest.raises(Interrupted):
+        train(small(tmp_path), colours(), stop_at(0, 2))
+    half = tmp_path / ".last.pt.123.tmp"
+    half.write_bytes((tmp_path / "last.pt").read_bytes()[:1000])
+    train(small(tmp_path, resume=True), colours())
+    assert not half.exists()
+    assert not list(tmp_path.glob(".*"))
 
 
 def test_resume_of_a_finished_run_changes_nothing(uninterrupted):

@@ -25,7 +25,7 @@ class Order:
         drop_last: whether the last batch is left out if it is not full; by default in training.
 
     Raises:
-        ValueError: for numbers out of range, and where the ranks of a training could not take the same number of steps.
+        ValueError: for numbers out of range, and where the ranks of a training could not share every batch equally.
 
     Example:
         >>> [list(batch) for batch in Order(5, 2, train=False)]
@@ -67,9 +67,10 @@ class Order:
                     f"batch_size {batch_size} counts the samples of all ranks together, and {world_size} ranks cannot "
                     f"share it equally: use a multiple, such as {max(batch_size // world_size, 1) * world_size}"
                 )
-            if 0 < rest < world_size:
+            if rest % world_size:  # their gradients are averaged as if all had as many
                 raise ValueError(
-                    f"the last batch has {rest} samples for {world_size} ranks, so some would wait: use drop_last=True"
+                    f"the last batch has {rest} samples for {world_size} ranks, which cannot share it equally: use "
+                    "drop_last=True or another batch_size"
                 )
 
     @property
@@ -214,7 +215,7 @@ def make_loader(
         pin_memory: whether batches lie in memory that is copied to a GPU faster.
 
     Raises:
-        ValueError: for numbers out of range, and where the ranks of a training could not take the same number of steps.
+        ValueError: for numbers out of range, and where the ranks of a training could not share every batch equally.
 
     Example:
         >>> from eigengrain.data import ImageSet

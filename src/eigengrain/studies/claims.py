@@ -10,8 +10,9 @@ from pathlib import Path
 def claimed(folder: Path, name: str) -> Iterator[bool]:
     """Whether this process has a run for itself, for as long as the block lasts.
 
-    The lock is the operating system's: it goes with the process, however that ends. Without such locks (Windows), and in
-    processes that ``torchrun`` started to share every run, nothing is claimed.
+    The lock is the operating system's: it goes with the process, however that ends. Without such locks (on Windows, and on
+    some file systems that machines share), and in processes that ``torchrun`` started to share every run, nothing is
+    claimed.
 
     Args:
         folder: of the study, which all of its processes write to.
@@ -35,9 +36,11 @@ def claimed(folder: Path, name: str) -> Iterator[bool]:
     locks = folder / "locks"
     locks.mkdir(parents=True, exist_ok=True)
     with open(locks / name, "w") as file:
+        mine = True
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            yield False
-        else:
-            yield True
+            mine = False
+        except OSError:
+            pass  # the file system has no locks
+        yield mine

@@ -1,11 +1,11 @@
 """What a study costs: images that are trained on, divided by images a second."""
 
-import json
 import statistics
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from eigengrain.studies.comparison import job_name
+from eigengrain.studies.jobs import open_record
 from eigengrain.studies.settings import NETWORKS, training_images
 from eigengrain.studies.study import Row, Setup, Study
 from eigengrain.training.config import Train
@@ -62,8 +62,11 @@ def _recorded(places: list[Path]) -> dict[tuple[str, int, str], list[float]]:
     """Backbone, size and precision to the median speeds of runs."""
     found: dict[tuple[str, int, str], list[float]] = {}
     for file in (file for place in places for file in sorted(place.glob("*.json"))):
-        record = json.loads(file.read_text(encoding="utf-8"))
-        speeds = [row["images_per_second"] for row in record.get("epochs", ()) if row.get("images_per_second")]
+        try:
+            record = open_record(file)
+        except ValueError:  # of something else than a run, or half of one, of which its study will speak
+            continue
+        speeds = [row["images_per_second"] for row in record["epochs"] if row.get("images_per_second")]
         if speeds:
             config = record["config"]
             key = config["model"]["backbone"].split(".")[0], config["data"]["transforms"]["img_size"], config["amp"]

@@ -22,7 +22,7 @@ from eigengrain.studies.analyses import ANALYSES, Trained
 from eigengrain.studies.claims import claimed
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Train, differences, to_mapping
-from eigengrain.training.distributed import Process
+from eigengrain.training.distributed import Process, join
 from eigengrain.training.loop import DivergedError, train
 from eigengrain.training.sources import Sources, make_loaders, open_sources
 from eigengrain.training.telemetry import read_summary
@@ -31,6 +31,9 @@ Record = dict[str, Any]
 
 #: seconds between two looks at runs of other processes
 LOOK_AGAIN = 2.0
+
+#: what those who read a record look for in it
+_PARTS = ("config", "scores", "seconds", "epochs", "environment", "analyses")
 
 #: options that say where things are on this machine
 _PLACES = {("data", "root"), ("model", "weights")}
@@ -60,6 +63,23 @@ def described(config: Train) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("out", "resume", "dry_run")}
 
 
+def open_record(path: Path) -> Record:
+    """A record from its file.
+
+    Raises:
+        ValueError: if it is none, or only a part of one.
+    """
+    try:
+        record = json.loads(path.read_text(encoding="utf-8"))
+        lacking = [part for part in _PARTS if part not in record]
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
+    if lacking:
+        raise ValueError(f"{path} is not a record of a run (it has no {', '.join(lacking)}): remove it")
+    found: Record = record
+    return found
+
+
 def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ()) -> Record | None:
     """What is known of a job, or None.
 
@@ -74,11 +94,8 @@ def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ())
     path = next((file for file in (place / f"{job.name}.json" for place in places) if file.is_file()), None)
     if path is None:
         return None
-    try:
-        record: Record = json.loads(path.read_text(encoding="utf-8"))
-        changed = [name for name in differences(record["config"], described(job.config)) if name not in ignored]
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
-        raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
+    record = open_record(path)
+    changed = [name for name in differences(record["config"], described(job.config)) if name not in ignored]
     if changed:
         raise ValueError(
             f"{path} is of a run with other options ({', '.join(changed[:5])}): remove it to run again, or choose another "
@@ -140,6 +157,8 @@ def run_jobs(
                 console.rule(f"run {done} of {done + len(todo) - 1}: {job.name}")
                 run_job(job, folder, record, decoded)
                 if not keep_models:
+                    with join(job.config.device) as process:
+                        process.wait()  # those that share the run analyse its model too
                     shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
                 break
         else:
@@ -168,8 +187,6 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
         torch.compiler.reset()  # another network of the same class: after eight of them it would be compiled no more
         outcome = _outcome(config, sources)
         seconds = time.perf_counter() - begun
-        for checkpoint in (LAST, BEST):
-            (out / checkpoint).unlink(missing_ok=True)
         record: Record = {
             "name": job.name,
             "config": described(job.config),
@@ -182,6 +199,8 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
     else:
         record = known
     write_record(record, folder)  # whatever an analysis comes to, the training is not lost
+    for checkpoint in (LAST, BEST):  # now, and not before: a record may be killed, or find the disk full
+        (out / checkpoint).unlink(missing_ok=True)
     # a network that had to be trained again is analysed again as a whole
     wanted = dict.fromkeys((*(known["analyses"] if known else ()), *job.analyses))
     missing = [name for name in wanted if name not in record["analyses"]]
@@ -225,4 +244,4 @@ def _trained(config: Train, sources: Sources, folder: Path) -> Trained:
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     loaders = make_loaders(sources, model, config, Process(device))
-    return Trained(model.eval(), sources.test, loaders.test, config)
+    return Trained(model.eval(), loaders.test.dataset, loaders.test, config)

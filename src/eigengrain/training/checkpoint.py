@@ -16,6 +16,13 @@ class CheckpointError(ValueError):
     """A checkpoint could not be written or read."""
 
 
+def remove_halves(folder: Path) -> None:
+    """Delete what processes left in a folder that were killed while they wrote a file of :func:`write_atomically`."""
+    for half in folder.glob(".*.tmp"):
+        if half.is_file():
+            half.unlink(missing_ok=True)
+
+
 def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Write a file so that ``path`` is the old content or the new one, whatever happens, power cuts included.
 

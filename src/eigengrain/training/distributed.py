@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import torch
@@ -80,6 +81,9 @@ _left: list[Any] = []
 #: seconds that gloo's threads are given for that
 _SETTLE = 0.2
 atexit.register(_left.clear)
+#: Counts the groups. The store of torchrun outlives them, and torch gives all of them one name: a process that comes first
+#: would find the addresses of the group before, and wait for ever.
+_joined = count()
 
 
 @contextmanager
@@ -99,9 +103,12 @@ def join(device: str) -> Iterator[Process]:
     if chosen.type == "cuda":
         chosen = pick_device(f"cuda:{os.environ.get('LOCAL_RANK', '0')}")
         torch.cuda.set_device(chosen)
-    dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", init_method="env://")
+    store, rank, world_size = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
+    own = dist.PrefixStore(f"eigengrain/{next(_joined)}", store)  # type: ignore[attr-defined]
+    backend = "nccl" if chosen.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world_size)
     try:
-        yield Process(chosen, dist.get_rank(), world_size)
+        yield Process(chosen, rank, world_size)
     finally:
         if chosen.type != "cuda":
             # gloo's threads drop the tensors of the last exchange with Python's lock; one that asks for the lock when the

@@ -30,6 +30,7 @@ from eigengrain.training.checkpoint import (
     CheckpointError,
     keep_copy,
     read_checkpoint,
+    remove_halves,
     write_atomically,
     write_checkpoint,
 )
@@ -142,6 +143,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
     progress, generators = _start_or_resume(run, out)
     if process.is_main:
         write_arguments(out, config)
+        remove_halves(out)
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
     board = tensorboard(out, progress.epoch) if config.log == "tensorboard" and process.is_main else None
     look_every = 1 if process.device.type == "cpu" else LOOK_EVERY
@@ -158,7 +160,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
 
     bar = progress_bar()
     bar.disable = bar.disable or not process.is_main
-    with bar:
+    with bar, nullcontext() if board is None else board:
         task = bar.add_task("")
         while progress.epoch < config.epochs and not _stalled(config, progress):
             epoch, meter = progress.epoch, progress.meter
@@ -269,8 +271,6 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             [signal] = process.max(wish.signal)
             if signal and progress.epoch < config.epochs:
                 raise Interrupted(signal, f"after epoch {progress.epoch}")
-    if board is not None:
-        board.close()
     return _finish(run, progress, out)
 
 

@@ -1,5 +1,6 @@
 """The images of a run: data sets, what is done to them, and the loaders."""
 
+import copy
 import math
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -25,7 +26,9 @@ from eigengrain.training.distributed import Process
 
 
 class Batches(Protocol):
-    """What the loop needs of a loader."""
+    """What is needed of a loader."""
+
+    dataset: ImageSet
 
     def set_epoch(self, epoch: int, start_batch: int = 0) -> None: ...
 
@@ -71,27 +74,28 @@ def open_sources(data: Data, seed: int) -> Sources:
 
 
 def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> None:
-    """Open every file once, in the first process, rather than meet a broken one in the third epoch.
+    """Open every file once rather than meet a broken one in the third epoch.
+
+    Each process takes a share: those that only waited for the first would give up after some minutes.
 
     Raises:
         ValueError: in all processes, if images cannot be read; ``unreadable.txt`` in the folder lists them all.
     """
-    said = ""
+    files = [dataset for dataset in sources.datasets if dataset.paths is not None]
+    shares = [dataset.subset(range(process.rank, len(dataset), process.world_size)) for dataset in files]
+    found = [problem for share in shares for problem in find_unreadable(share, workers, progress=process.is_main)]
+    problems = [problem for part in process.gather(found) for problem in part]
+    if not problems:
+        return
+    table = out / "unreadable.txt"
     if process.is_main:
-        files = [dataset for dataset in sources.datasets if dataset.paths is not None]
-        problems = [problem for dataset in files for problem in find_unreadable(dataset, workers)]
-        if problems:
-            table = writable(out / "unreadable.txt")
-            lines = [f"{printable(p.path)}\t{printable(p.reason)}\n" for p in problems]
-            table.write_text("".join(lines), encoding="utf-8")
-            first = ", ".join(f"{p.path} ({p.reason})" for p in problems[:3])
-            said = (
-                f"{len(problems)} images cannot be read, such as {first}; all are in {table}: replace them or take them "
-                "out of the data set"
-            )
-    said = process.gather(said)[0]
-    if said:
-        raise ValueError(said)
+        lines = [f"{printable(p.path)}\t{printable(p.reason)}\n" for p in problems]
+        writable(table).write_text("".join(lines), encoding="utf-8")
+    first = ", ".join(f"{p.path} ({p.reason})" for p in problems[:3])
+    raise ValueError(
+        f"{len(problems)} images cannot be read, such as {first}; all are in {table}: replace them or take them out of the "
+        "data set"
+    )
 
 
 def describe_input(model: CovarianceNet, transforms: Transforms, images: ImageSet) -> None:
@@ -131,6 +135,7 @@ def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process:
             # a last batch of one image would ruin batch statistics
             "drop_last": train and len(dataset) >= config.batch_size,
         }
+        dataset = copy.copy(dataset)  # one and the same may be trained and tested on, and a user's own is left as it was
         dataset.transform = build_transform(config.data.transforms, train, mean, std)
         if config.cache == "device":
             options |= {"progress": process.is_main, "decoded": sources.decoded}

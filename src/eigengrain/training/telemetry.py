@@ -102,8 +102,9 @@ class Summary:
         self.path = path
         old: list[dict[str, str]] = []
         if path.is_file() and epochs:
-            with path.open(newline="", encoding="utf-8") as file:
-                old = [row for row in csv.DictReader(file) if (row.get("epoch") or "").isdigit()]
+            # of a row that was cut short nothing can be trusted, not even its epoch
+            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+            old = [row for row in csv.DictReader(io.StringIO(whole)) if (row.get("epoch") or "").isdigit()]
         kept = [row for row in old if int(row["epoch"]) <= epochs]
         text = io.StringIO()
         writer = csv.DictWriter(text, COLUMNS, extrasaction="ignore", lineterminator="\n")
