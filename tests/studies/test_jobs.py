@@ -79,6 +79,11 @@ def test_processes_of_torchrun_share_every_run(tmp_path):
     assert not list((tmp_path / "runs").iterdir())
 
 
+def test_processes_of_torchrun_stop_together(tmp_path):
+    out, _ = run_two("studies.two_clocks", str(tmp_path))
+    assert out.splitlines() == ["['seed0']"] * 2
+
+
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
 def test_a_folder_on_a_file_system_without_locks(monkeypatch, tmp_path, number):
     fcntl = pytest.importorskip("fcntl")

@@ -144,10 +144,13 @@ def run_jobs(
         todo = [job for job in jobs if is_missing(job, known[job.name])]
         if not todo:
             return found
-        longest = max((record["seconds"] for record in found.values()), default=0.0)
-        if seconds is not None and time.perf_counter() - start + longest > seconds:
-            console.print(f"stopped for lack of time, runs left: {len(todo)}; the same command goes on")
-            return found
+        if seconds is not None:
+            longest = max((record["seconds"] for record in found.values()), default=0.0)
+            with join(todo[0].config.device) as process:  # those that share every run stop together
+                [late] = process.max(time.perf_counter() - start + longest > seconds)
+            if late:
+                console.print(f"stopped for lack of time, runs left: {len(todo)}; the same command goes on")
+                return found
         for job in todo:
             with claimed(folder, job.name) as mine:
                 # another process may have ended it since the plan was made
