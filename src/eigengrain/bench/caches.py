@@ -8,6 +8,7 @@ import torch
 
 from eigengrain.data.plumage import cache_folder
 from eigengrain.functional import autotune
+from eigengrain.runtime.words import counted
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Cache:
             if amount < 1024:
                 break
             amount, unit = amount / 1024, larger
-        return f"{self.files} file{'s' if self.files > 1 else ''}, {amount:.1f} {unit}"
+        return f"{counted(self.files, 'file')}, {amount:.1f} {unit}"
 
 
 def caches() -> list[Cache]:

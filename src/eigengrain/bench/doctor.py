@@ -23,6 +23,7 @@ from eigengrain.functional import autotune, cusolver
 from eigengrain.functional.eigen import _choose
 from eigengrain.runtime import output
 from eigengrain.runtime.environment import cpu_name, device_name
+from eigengrain.runtime.words import counted
 
 #: extras that developers of the package need, and its users do not
 _DEVELOPMENT = ("dev", "docs")
@@ -105,7 +106,7 @@ def device_rows() -> list[tuple[str, str, str]]:
     """(device, what it is, eigensolver)."""
     cpu = torch.device("cpu")
     threads = torch.get_num_threads()
-    rows = [("cpu", f"{cpu_name()}, {threads} thread{'s' if threads > 1 else ''}", backend_on(cpu))]
+    rows = [("cpu", f"{cpu_name()}, {counted(threads, 'thread')}", backend_on(cpu))]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         memory = torch.cuda.get_device_properties(device).total_memory / 2**30

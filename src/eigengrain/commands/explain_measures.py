@@ -14,6 +14,7 @@ from eigengrain.commands.explain_plan import Plan
 from eigengrain.explain.saliency import attribute_rules
 from eigengrain.explain.survey import DEFAULT_MEASURES, Summary, SurveyResult, image_batches, survey
 from eigengrain.runtime.records import write_csv
+from eigengrain.runtime.words import counted
 
 #: measures that the terminal has room for
 SHOWN = ("corr", "mae", "norm_ratio", "object_over_area", "parts_over_area", "gap")
@@ -83,7 +84,7 @@ def terminal_table(surveys: Sequence[SurveyResult]) -> Table:
     measures = [name for name in SHOWN if any(row.measure == name for row in rows)]
     measures += [name for name in dict.fromkeys(row.measure for row in rows) if not measures]
     table = Table(
-        title=f"means over {surveys[0].samples} image{'s' * (surveys[0].samples != 1)}",
+        title=f"means over {counted(surveys[0].samples, 'image')}",
         title_justify="left",
         box=box.SIMPLE_HEAD,
         padding=(0, 1, 0, 0),

@@ -16,6 +16,7 @@ from eigengrain.commands.options import check_least
 from eigengrain.data.files import SUFFIXES, images_below, printable
 from eigengrain.errors import did_you_mean
 from eigengrain.runtime import output
+from eigengrain.runtime.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -307,7 +308,7 @@ def run(config: Predict) -> int:
     if named:
         console.print(table(named))
         more = f", the first {SHOWN} are shown" if len(named) > SHOWN else ""
-        images = f"{len(named)} image{'s' if len(named) > 1 else ''}"
+        images = counted(len(named), "image")
         console.print(f"{images} classified{more}; written to {out}", soft_wrap=True, markup=False, highlight=False)
     failed = missing + [prediction for prediction in done if prediction.problem]
     if failed:

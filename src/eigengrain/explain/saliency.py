@@ -33,12 +33,12 @@ try:
 except ImportError as error:
     raise MissingPackageError("saliency maps need captum: pip install 'eigengrain[explain]'") from error
 
-Method = TypeVar("Method", bound=Callable[..., object])
+_Method = TypeVar("_Method", bound=Callable[..., object])
 
 
-def _logged(method: Method) -> Method:
+def _logged(method: _Method) -> _Method:
     """What captum logs of its methods; the decorator itself has no types, and would take away the method's."""
-    logged: Method = log_usage()(method)
+    logged: _Method = log_usage()(method)
     return logged
 
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eigengrain.runtime.page import Cell, TableData
+from eigengrain.runtime.words import counted
 from eigengrain.studies.published import (
     AVERAGE_GAIN,
     FINE_GRAINED,
@@ -152,8 +153,7 @@ def shown(scores: Sequence[Score], digits: int = 1) -> str:
     for score in scores:
         mean = f"{score.mean:.{digits}f}" if score.values else DIVERGED
         spread = f"{min(score.values):.{digits}f} to {max(score.values):.{digits}f}, " if len(score.values) > 1 else ""
-        number = len(score.values) or score.diverged
-        runs = f"{number} run{'s' if number > 1 else ''}"
+        runs = counted(len(score.values) or score.diverged, "run")
         if score.values and score.diverged:
             runs += f" and {score.diverged} that {DIVERGED}"
         rate = f"×{score.rate:g}{' not chosen' if score.chosen is False else ''}"
@@ -230,8 +230,8 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
 
 def _epochs(setup: Setup, rows: Sequence[Row], data: str) -> str:
     """How long the rows of a data set are trained."""
-    lengths = sorted({setup.config(row).epochs for row in rows if row.data == data and row.head is not None})
-    return f"{' or '.join(map(str, lengths))} epoch{'' if lengths == [1] else 's'}"
+    *shorter, longest = sorted({setup.config(row).epochs for row in rows if row.data == data and row.head is not None})
+    return " or ".join([*map(str, shorter), counted(longest, "epoch")])
 
 
 def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:
@@ -245,6 +245,6 @@ def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:
                 if scores and scores[-1].values and scores[-1].chosen is not False:
                     means[row.head][row.backbone] = scores[-1].mean
         both = [means["mpncov+seb"][b] - means["mpncov"][b] for b in means["mpncov"] if b in means["mpncov+seb"]]
-        ours = f"{sum(both) / len(both):+.1f} over {len(both)} backbone{'s' if len(both) > 1 else ''}" if both else NOT_RUN
+        ours = f"{sum(both) / len(both):+.1f} over {counted(len(both), 'backbone')}" if both else NOT_RUN
         said.append(f"{TITLES[data]} {AVERAGE_GAIN[data]:+.1f} (ours: {ours})")
     return [f"Mean gain of SEB over MPN-COV in the paper: {', '.join(said)}."]

@@ -28,6 +28,7 @@ from eigengrain.runtime import output
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.page import Cell, Commands, Figure, Gallery, Heading, Part, TableData, Tile, page
 from eigengrain.runtime.records import writable, write_csv
+from eigengrain.runtime.words import counted
 from eigengrain.studies.config import HEADS, Demo
 from eigengrain.studies.report import on_terminal
 from eigengrain.studies.spectra import Seen, look
@@ -171,7 +172,7 @@ def comparison(rows: Sequence[Row]) -> TableData:
     seeds = sorted({row["seed"] for row in rows})
     many = f"mean of {len(seeds)} seeds (lowest to highest)" if len(seeds) > 1 else f"one seed ({seeds[0]})"
     epochs = rows[0]["epochs"]
-    return TableData(f"{epochs} epoch{'' if epochs == 1 else 's'}, {many}", heads, lines)
+    return TableData(f"{counted(epochs, 'epoch')}, {many}", heads, lines)
 
 
 def _by_head(runs: Sequence[Finished], what: Callable[[Finished], Any]) -> dict[str, list[Any]]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengrain.runtime.page import Cell, TableData
+from eigengrain.runtime.words import counted
 from eigengrain.studies.accuracy import NOT_RUN
 from eigengrain.studies.analyses import large_and_small, paper_subsets, subsets_of
 from eigengrain.studies.jobs import Record
@@ -57,7 +58,7 @@ def _networks(setup: Setup, rows: Sequence[Row], analysis: str) -> list[str]:
             continue
         record = found[0]
         rate, epochs = record["config"]["optimiser"]["classifier_lr_scale"], record["config"]["epochs"]
-        accuracy = f"{record['scores'][row.metric]:.1f} % after {epochs} epoch{'' if epochs == 1 else 's'}"
+        accuracy = f"{record['scores'][row.metric]:.1f} % after {counted(epochs, 'epoch')}"
         text = f"{data_title(setup, row.data)}, {row.method}: ×{rate:g}, {accuracy}"
         best = [chosen for chosen, is_chosen, _ in setup.results(row, "fair") if is_chosen]
         said.append(text if not best or rate in best else f"{text} (its best rate is ×{best[0]:g})")

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from eigengrain.runtime.page import Cell, TableData
+from eigengrain.runtime.words import counted
 from eigengrain.studies.accuracy import DIVERGED, NOT_RUN, SMOKE_NOTE, factors, gcp_methods, paths
 from eigengrain.studies.comparison import best_rate, rate_jobs
 from eigengrain.studies.jobs import Record
@@ -42,19 +43,19 @@ def rate_rows(setup: Setup) -> list[Row]:
 
 def rate_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """A table a data set, a row a head and rate; data sets without a run are left out if there is one with."""
-    searches = [_search(setup, row) for row in rows]
-    tried_on = {row.data for row, (tried, _) in zip(rows, searches, strict=True) if any(tried.values())}
+    searches = [(row, *_search(setup, row)) for row in rows]
+    tried_on = {row.data for row, tried, _ in searches if any(tried.values())}
     csv: list[dict[str, object]] = []
     tables = []
     for data in dict.fromkeys(row.data for row in rows if row.data in tried_on or not tried_on):
-        mine = [(row, *search) for row, search in zip(rows, searches, strict=True) if row.data == data]
+        mine = [search for search in searches if search[0].data == data]
         lines = [
             [Cell(f"{row.method}, ×{rate:g}{' (chosen)' * (rate == best)}"), *map(Cell, _shown(tried[rate]))]
             for row, tried, best in mine
             for rate in sorted(tried)
         ]
-        epochs = setup.config(mine[0][0]).epochs
-        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in % after {epochs} epoch{'' if epochs == 1 else 's'}"
+        epochs = counted(setup.config(mine[0][0]).epochs, "epoch")
+        caption = f"{data_title(setup, data)}, ResNet-50: accuracy in % after {epochs}"
         tables.append(TableData(caption, ["", "validation", "test"], lines))
         csv += [_csv_row(setup, row, rate, record, best) for row, tried, best in mine for rate, record in tried.items()]
 
@@ -63,16 +64,16 @@ def rate_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
 
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
         for split, images in (("val", "validation images"), ("test", "test images")):
-            for row, (tried, _) in zip(rows, searches, strict=True):
+            for row, tried, _ in searches:
                 scores = {rate: record["scores"] for rate, record in sorted(tried.items()) if record and record["scores"]}
                 if scores:
                     lines = panels.setdefault(f"{data_title(setup, row.data)}, {images}", {})
                     rates = [float(f"{rate * row.length**2:.2g}") for rate in scores]
                     lines[row.method] = rates, [each[f"{split}_top1"] for each in scores.values()]
-        scaled = any(row.length != 1 for row, (tried, _) in zip(rows, searches, strict=True) if any(tried.values()))
+        scaled = any(row.length != 1 for row, tried, _ in searches if any(tried.values()))
         draw_rates(panels, scaled, path)
 
-    known = any(record and record["scores"] for tried, _ in searches for record in tried.values())
+    known = any(record and record["scores"] for _, tried, _ in searches for record in tried.values())
     notes = [NOTE, *([SMOKE_NOTE] if setup.options.scale == "smoke" else [])]
     return Findings(csv, tables, notes, draw if known else None)
 

@@ -193,10 +193,11 @@ class Setup:
             return final_jobs(config, config.optimiser.classifier_lr_scale, self.seeds, row.analyses, suffix)
         tried = self.tried(row, suffix, config)
         rate = best_rate(tried, self._known(tried))
+        search = [*tried, *rate_jobs(config, row.more_rates, suffix)]
         if rate is None or row.search:
-            return [*tried, *rate_jobs(config, row.more_rates, suffix)]
+            return search
         seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
-        return [*tried, *self.finals(row, config, rate, seeds, suffix)]
+        return [*search, *self.finals(row, config, rate, seeds, suffix)]
 
     def tried(self, row: Row, suffix: str, config: Train) -> list[Job]:
         """Runs by which a rate is chosen, as far as they can be named by now."""

@@ -7,6 +7,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from eigengrain.runtime import output
+from eigengrain.runtime.words import counted
 from eigengrain.training.sources import to_device
 
 if TYPE_CHECKING:
@@ -50,8 +51,8 @@ def dry_run(run: "Run") -> None:
         "rates": ", ".join(
             f"{g['name']} {g['initial_lr']:.3g} (weight decay {g['weight_decay']:.3g})" for g in run.optimiser.param_groups
         ),
-        "schedule": f"{config.schedule.kind}, {_number(config.epochs, 'epoch')} of "
-        f"{_number(run.updates_per_epoch, 'update')}, {config.batch_size * config.accumulate} images each, "
+        "schedule": f"{config.schedule.kind}, {counted(config.epochs, 'epoch')} of "
+        f"{counted(run.updates_per_epoch, 'update')}, {config.batch_size * config.accumulate} images each, "
         f"epochs of warm-up: {config.schedule.warmup_epochs:g}",
         "selection": config.select,
         "device": f"{process.device}, processes: {process.world_size}, amp {config.amp}",
@@ -62,15 +63,6 @@ def dry_run(run: "Run") -> None:
     for name, text in plan.items():
         output.reading().print(f"{name:12}{text}", soft_wrap=True, markup=False, highlight=False)
     output.result({"plan": plan}, [f"{name}\t{text}" for name, text in plan.items()])
-
-
-def _number(amount: int, unit: str) -> str:
-    """
-    Example:
-        >>> _number(1, "epoch"), _number(15, "epoch")
-        ('1 epoch', '15 epochs')
-    """
-    return f"{amount} {unit}{'' if amount == 1 else 's'}"
 
 
 def _duration(seconds: float) -> str:

@@ -1,0 +1,11 @@
+"""Numbers in sentences."""
+
+
+def counted(number: int, unit: str) -> str:
+    """A number with its unit, in the plural where there is not one.
+
+    Example:
+        >>> counted(1, "epoch"), counted(15, "epoch")
+        ('1 epoch', '15 epochs')
+    """
+    return f"{number} {unit}{'' if number == 1 else 's'}"
