@@ -1,5 +1,6 @@
 """Every reader on a small folder as published, and what a folder gets that is not."""
 
+import errno
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from eigengrain.data import ImageSet, list_datasets, open_dataset
 from eigengrain.data.catalogue import ENTRIES, find_entry
+from eigengrain.data.tree import open_tree
 
 READ = [entry.name for entry in ENTRIES if not entry.drawn]
 
@@ -241,7 +243,9 @@ def test_folder_with_a_split_file(folder):
         ("path,split\ncat/9.png,train\n", "names 1 images for this split and 1 of them are missing"),
         ("path,split\ntrain/cat/0.png,tain\n", "has the split 'tain'"),
         ("file,part\na,b\n", "needs the columns path and split, it has file, part"),
-        ("path,split\n0.png,train\n", "lies in no class folder"),
+        ("path,split\n0.png,train\n", "lies in no class folder; write CLASS/IMAGE, with /"),
+        ("path,split\ncat\\0.png,train\n", "lies in no class folder; write CLASS/IMAGE, with /"),
+        ("path,split\na/0.png,train\n./a/0.png,test\n", "has the path 'a/0.png' more than once"),
         ("split,path\ntrain\n", "has a line that ends before its path and its split"),
         ("path,split\ntrain/cat/0.png\n", "has a line that ends before its path and its split"),
         (
@@ -253,6 +257,27 @@ def test_folder_with_a_split_file(folder):
         other.write_text(text)
         with pytest.raises(ValueError, match=message):
             open_dataset("folder", folder, split_file=other)
+
+
+@pytest.mark.parametrize("locked", ["train", "train/dog"])
+def test_folders_that_may_not_be_read_are_named(folder, monkeypatch, locked):
+    """Not by their modes, which do not stop everyone."""
+
+    def refusing(look):
+        def refuse(path="."):
+            if os.fspath(path) == str(folder / locked):
+                raise PermissionError(errno.EACCES, "Permission denied", str(path))
+            return look(path)
+
+        return refuse
+
+    for name in ("listdir", "scandir"):
+        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
+    with pytest.raises(ValueError, match=rf"^{re.escape(str(folder / locked))} cannot be read \(Permission denied\)$"):
+        open_dataset("folder", folder, "train")
+    assert open_tree(folder).empty == [(str(folder / locked), "the folder cannot be read (Permission denied)")]
+    with pytest.raises(ValueError, match=r"the folder cannot be read \(Permission denied\)"):
+        open_tree(folder / locked)
 
 
 def test_a_split_file_in_the_home_folder(folder, monkeypatch):

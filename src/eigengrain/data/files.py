@@ -3,6 +3,7 @@
 import os
 import unicodedata
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 #: how the names of image files end
 SUFFIXES = (
@@ -34,10 +35,13 @@ def images_below(folder: str) -> list[str]:
     return [os.path.join(parent, name) for parent, names in walk(folder) for name in names if is_image_name(name)]
 
 
-def walk(folder: str) -> Iterator[tuple[str, list[str]]]:
-    """A folder and those in it, each with the names of its files; what is hidden is left out, links are entered once."""
+def walk(folder: str, refused: list[OSError] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A folder and those in it, each with the names of its files; what is hidden is left out, links are entered once.
+
+    Folders that cannot be read are passed over; what was said of them is added to ``refused``.
+    """
     entered: set[str] = set()
-    for parent, folders, names in os.walk(folder, followlinks=True):
+    for parent, folders, names in os.walk(folder, onerror=None if refused is None else refused.append, followlinks=True):
         here = os.path.realpath(parent)
         if here in entered:
             folders.clear()
@@ -45,6 +49,19 @@ def walk(folder: str) -> Iterator[tuple[str, list[str]]]:
         entered.add(here)
         folders[:] = sorted(name for name in folders if not name.startswith("."))
         yield parent, sorted(name for name in names if not name.startswith("."))
+
+
+@contextmanager
+def permitted() -> Iterator[None]:
+    """Says which file or folder may not be read.
+
+    Raises:
+        ValueError: in place of a PermissionError.
+    """
+    try:
+        yield
+    except PermissionError as error:
+        raise ValueError(f"{error.filename} cannot be read ({error.strerror})") from None
 
 
 def printable(path: str) -> str:

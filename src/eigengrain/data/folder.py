@@ -1,6 +1,7 @@
 """Images in a folder for each class: ImageNet, and a user's own."""
 
 import csv
+import os
 from collections import Counter
 from pathlib import Path
 
@@ -72,6 +73,8 @@ def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
     classes = names[split]
     files = [images_below(str(folders[split] / name)) for name in classes]
     empty = [name for name, found in zip(classes, files, strict=True) if not found]
+    for name in empty:
+        os.listdir(folders[split] / name)  # one that may not be read is not empty
     if empty:
         raise ValueError(
             f"{entry.name}: {len(empty)} of {len(classes)} class folders in {folders[split]} have no images: {_few(empty)}"
@@ -95,16 +98,18 @@ def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
     wrong = [line["split"] for line in lines if line["split"].strip().lower() not in _SPLITS]
     if wrong:
         raise ValueError(f"{entry.name}: {table} has the split {wrong[0]!r}; it must be train or test (or val)")
-    flat = [line["path"] for line in lines if len(Path(line["path"]).parts) < 2]
+    split_of = [(Path(line["path"]), _SPLITS[line["split"].strip().lower()]) for line in lines]
+    flat = [str(path) for path, _ in split_of if len(path.parts) < 2]
     if flat:
         raise ValueError(
-            f"{entry.name}: {table} has the path {flat[0]!r}, which lies in no class folder; write CLASS/{flat[0]}"
+            f"{entry.name}: {table} has the path {flat[0]!r}, which lies in no class folder; write CLASS/IMAGE, with /"
         )
-    twice = [path for path, times in Counter(line["path"] for line in lines).items() if times > 1]
+    # as paths: what is written in two ways, such as ./a.jpg and a.jpg, is one image
+    twice = [str(path) for path, times in Counter(path for path, _ in split_of).items() if times > 1]
     if twice:
         raise ValueError(f"{entry.name}: {table} has the path {twice[0]!r} more than once: an image belongs to one split")
-    classes = sorted({Path(line["path"]).parent.name for line in lines})
-    chosen = [Path(line["path"]) for line in lines if _SPLITS[line["split"].strip().lower()] == split]
+    classes = sorted({path.parent.name for path, _ in split_of})
+    chosen = [path for path, part in split_of if part == split]
     paths = [root / path for path in chosen]
     check_files(entry, table, paths)
     place = {name: k for k, name in enumerate(classes)}

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengrain.data.catalogue import find_entry
+from eigengrain.data.files import permitted
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import layout_error
 from eigengrain.errors import unknown_name
@@ -21,7 +22,7 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
         options: of the reader.
 
     Raises:
-        ValueError: for an unknown name, split or option, or a folder that is not as expected.
+        ValueError: for an unknown name, split or option, or a folder that is not as expected or may not be read.
     """
     entry = find_entry(name)
     if split not in ("train", "test"):
@@ -39,7 +40,8 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
     module, function = entry.reader.split(":")
     reader = getattr(import_module(module), function)
     _check_options(name, reader, options)
-    opened: ImageSet = reader(split, **options) if entry.drawn else reader(root, split, **options)
+    with permitted():
+        opened: ImageSet = reader(split, **options) if entry.drawn else reader(root, split, **options)
     return opened
 
 

@@ -18,7 +18,7 @@ class Tree:
     Args:
         splits: ``train`` and ``test`` where the folder has folders of such names, and what lies beside them as ``other``;
             else one that is called ``all``. The class of an image is the folder that it lies in.
-        empty: folders that have no images where one would expect some, with the reason.
+        empty: folders that cannot be read, or have no images where one would expect some, with the reason.
         others: how many files are not named as images, by the end of their names.
     """
 
@@ -31,18 +31,21 @@ def open_tree(root: str | Path) -> Tree:
     """The images below a folder by their names; none is opened.
 
     Raises:
-        ValueError: if there is no such folder, or no image in it.
+        ValueError: if there is no such folder, or no image in it that could be found.
     """
     root = Path(root).expanduser()
     if not root.is_dir():
         raise ValueError(f"{root} is a file: name a folder" if root.is_file() else f"there is no folder {str(root)!r}")
-    folders = {Path(folder): names for folder, names in walk(str(root))}
+    refused: list[OSError] = []
+    folders = {Path(folder): names for folder, names in walk(str(root), refused)}
+    unread = [(str(error.filename), f"the folder cannot be read ({error.strerror})") for error in refused]
     images = [folder / name for folder, names in folders.items() for name in names if is_image_name(name)]
     others = _endings(name for names in folders.values() for name in names if not is_image_name(name))
     if not images:
         there = f"only files that end in {', '.join(others)}" if others else "it is empty"
-        raise ValueError(f"there are no images below {root}: {there}")
-    return Tree(_splits(root, images), _empty(root, folders), others)
+        said = f"{unread[0][0]}: {unread[0][1]}" if unread else there
+        raise ValueError(f"there are no images below {root}: {said}")
+    return Tree(_splits(root, images), [*unread, *_empty(root, folders)], others)
 
 
 def _endings(names: Iterable[str]) -> dict[str, int]:
