@@ -29,12 +29,12 @@ def lens(birds: Plumage) -> Lens:
 
 
 @pytest.fixture(scope="session")
-def plain_lens(birds: Plumage) -> Lens:
+def plain_lens(birds: Plumage, lens: Lens) -> Lens:
     model = bird_model("mpncov", seed=1)
     model.class_names = list(birds.classes)
     part = birds.subset(range(len(birds)))
     part.transform = plain_transform(model)
-    return Lens("plain", model, part)
+    return Lens("plain", model, part, uploads=lens.uploads)
 
 
 @pytest.fixture(scope="session")

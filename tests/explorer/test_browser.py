@@ -163,6 +163,52 @@ def test_the_address_restores_the_view(seen):
     }
 
 
+def test_a_list_of_models_that_is_only_looked_at_changes_nothing(seen, lens):
+    seen.open("?image=example-5&target=1")
+    page = seen.page
+    page.locator("#class input").click()
+    page.get_by_role("option", name=lens.classes[0]).click()
+    page.locator("#model input").click()
+    page.locator("#title h1").click()
+    page.wait_for_timeout(1500)
+    assert page.locator("#target input").input_value() == lens.classes[1]
+    assert page.locator("#class input").input_value() == lens.classes[0]
+    assert {name: seen.words().get(name) for name in ("image", "target")} == {"image": "example-5", "target": "1"}
+    # another one does change the page
+    page.locator("#model input").click()
+    page.get_by_role("option", name="plain").click()
+    seen.wait_for_word("model", "plain")
+    playwright.expect(page.locator("#class input")).to_have_value(lens.classes[2], timeout=PATIENCE)
+
+
+def test_the_page_by_keyboard(seen):
+    seen.open("?split=20")
+    page = seen.page
+    lists = page.locator("[role=listbox]")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.ariaLabel") == "Model"
+    playwright.expect(lists.filter(visible=True)).to_have_count(1)
+    for _ in range(2):  # past the list of classes, to the examples
+        page.keyboard.press("Tab")
+        page.wait_for_timeout(400)
+    assert page.evaluate("document.activeElement.closest('#gallery') !== null")
+    playwright.expect(lists.filter(visible=True)).to_have_count(0)
+    # one sees where one is
+    unmarked = []
+    for _ in range(18):
+        page.keyboard.press("Tab")
+        kind, outline = page.evaluate(
+            "(() => { const at = document.activeElement; return [at.type, getComputedStyle(at).outlineStyle]; })()"
+        )
+        if kind in ("range", "radio", "checkbox") and outline != "solid":
+            unmarked.append(kind)
+        if kind == "range":
+            break
+    assert (kind, unmarked) == ("range", [])
+    page.keyboard.press("ArrowRight")
+    seen.wait_for_word("split", "21")
+
+
 @pytest.mark.parametrize(("typed", "kept"), [("999", "63"), ("0", "1"), ("", "1")])
 def test_a_split_that_cannot_be_is_the_nearest_in_the_box_and_on_the_page(seen, typed, kept):
     seen.open("?split=20")

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import socket
 import threading
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
@@ -174,6 +175,37 @@ def test_the_password_is_asked_for(lens):
 def test_a_port_that_is_taken_is_said(server, lens):
     with pytest.raises(ValueError, match="cannot listen"):
         Server({"seb": lens}, port=int(server.url.rstrip("/").rsplit(":", 1)[1])).__enter__()
+
+
+def test_a_proxy_of_the_environment_is_not_asked_for_this_machine(lens, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.delenv("no_proxy", raising=False)
+    with Server({"seb": lens}) as server:
+        assert httpx.get(server.url, trust_env=False).status_code == 200
+        assert (os.environ.get("no_proxy"), os.environ["NO_PROXY"]) == (None, "example.org")
+
+
+def test_the_loopback_address_of_ipv6(lens):
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"no IPv6 here: {error}")
+    with Server({"seb": lens}, host="::1") as server:
+        assert server.url.startswith("http://[::1]:")
+        assert httpx.get(server.url, trust_env=False).status_code == 200
+        assert httpx.get(server.url, headers={"host": "attacker.example"}, trust_env=False).status_code == 400
+
+
+def test_a_page_that_does_not_open_leaves_nothing(lens, monkeypatch):
+    before = os.environ.get("GRADIO_TEMP_DIR")
+    server = Server({"seb": lens})
+    monkeypatch.setattr(server.blocks, "launch", lambda **_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        server.__enter__()
+    assert not server.page.uploads.exists()
+    assert os.environ.get("GRADIO_TEMP_DIR") == before
 
 
 def test_uploads_are_deleted_at_the_end(lens):

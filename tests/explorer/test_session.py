@@ -9,10 +9,13 @@ import pytest
 import torch
 from PIL import Image
 
+from eigengrain.data import ImageSet
 from eigengrain.explorer import session
 from eigengrain.explorer.limits import BusyError
 from eigengrain.explorer.memory import Memory
+from eigengrain.explorer.page import Page
 from eigengrain.explorer.session import Lens, facts
+from eigengrain.explorer.view import read_view
 from explorer.small_model import bird_model
 
 
@@ -115,6 +118,16 @@ def test_an_upload_is_prepared_as_the_examples_are_and_has_a_secret_name(lens):
     assert lens.look(first.key) is first
 
 
+def test_an_upload_is_for_all_models_of_the_page(lens, plain_lens, tmp_path):
+    mine = lens.upload(lens.images.image(4), "mine.png")
+    there = plain_lens.look(mine.key)
+    assert (there.key, there.title, there.label) == (mine.key, "mine.png", None)
+    torch.testing.assert_close(there.inputs, mine.inputs)
+    assert not torch.equal(there.eigenvalues, mine.eigenvalues)
+    page = Page({"seb": lens, "plain": plain_lens}, tmp_path)
+    assert page.other_model("plain", mine.key, 8, "model=seb")[0] == mine.key
+
+
 def test_a_forgotten_upload_is_said(lens):
     with pytest.raises(ValueError, match="upload it again"):
         lens.look("upload-abc")
@@ -146,6 +159,28 @@ def test_subsets_that_make_no_sense(lens, split, custom, said):
 def test_a_head_without_eigenvalues_is_refused(birds):
     with pytest.raises(ValueError, match="no eigenvalues to choose from"):
         Lens("gap", bird_model("gap"), birds)
+
+
+def test_examples_that_cannot_be_read_are_passed_over(lens, tmp_path, caplog):
+    """One bad file among the user's own would else leave the page empty."""
+    files = [tmp_path / f"{number}.png" for number in range(6)]
+    for number, file in enumerate(files):
+        lens.images.image(number).save(file)
+    for number in (0, 4):
+        files[number].write_bytes(b"no image")
+    images = ImageSet("own", "test", lens.classes, [0, 0, 0, 1, 1, 1], files, lens.images.transform)
+    fresh = Lens("fresh", lens.model, images)
+    assert fresh.first == "example-1"
+    assert read_view({"image": "example-0"}, {"fresh": fresh}).image == "example-1"
+    assert fresh.of_class(0, 12) == [1, 2]
+    assert fresh.of_class(1, 2) == [3, 5]
+    fresh.of_class(1, 12)
+    assert [str(file) in record.message for record, file in zip(caplog.records, (files[0], files[4]), strict=True)] == [
+        True
+    ] * 2
+    assert len(Page({"fresh": fresh}, tmp_path).gallery("fresh", 1)) == 2
+    with pytest.raises(ValueError, match="none of the 2 images of own"):
+        Lens("fresh", lens.model, images.subset([0, 4]))
 
 
 def test_a_model_that_is_busy_says_so(lens, monkeypatch):

@@ -13,6 +13,7 @@ from eigengrain.commands.explain import Explain, open_source
 from eigengrain.commands.explore import Explore
 from eigengrain.data.plumage import open_plumage
 from eigengrain.explorer.session import Lens
+from eigengrain.explorer.uploads import Uploads
 from eigengrain.models import from_pretrained
 from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
 from eigengrain.runtime.environment import pick_device
@@ -68,7 +69,7 @@ def train_small(folder: Path, device: str) -> Path:
     return folder
 
 
-def open_lens(name: str, folder: Path, config: Explore, device: torch.device) -> Lens:
+def open_lens(name: str, folder: Path, config: Explore, device: torch.device, uploads: Uploads) -> Lens:
     """A model with images to show it.
 
     Raises:
@@ -78,11 +79,11 @@ def open_lens(name: str, folder: Path, config: Explore, device: torch.device) ->
     if config.data is not None or says_images:
         asked: dict[str, Any] = {"data": config.data, "root": config.root, "data_options": config.data_options}
         source = open_source(Explain(str(folder), split=config.split, count=1, measure_count=0, **asked))
-        return Lens(name, source.model.to(device), source.dataset)
+        return Lens(name, source.model.to(device), source.dataset, uploads=uploads)
     model = from_pretrained(folder)
     side = int(model.pretrained_cfg["input_size"][-1])
     birds = open_plumage("test", per_class=10, size=max(side, 32), transform=plain_transform(model))
-    return Lens(name, model.to(device), birds, labelled=model.class_names == birds.classes)
+    return Lens(name, model.to(device), birds, labelled=model.class_names == birds.classes, uploads=uploads)
 
 
 def open_lenses(config: Explore) -> dict[str, Lens]:
@@ -93,7 +94,9 @@ def open_lenses(config: Explore) -> dict[str, Lens]:
     """
     device = pick_device(config.device)
     folders = [Path(place) for place in config.checkpoint] or find_demo() or [train_small(OWN, config.device)]
-    lenses = {name: open_lens(name, folder, config, device) for name, folder in zip(_names(folders), folders, strict=True)}
+    uploads = Uploads()
+    named = zip(_names(folders), folders, strict=True)
+    lenses = {name: open_lens(name, folder, config, device, uploads) for name, folder in named}
     if device.type == "cpu" and all(_parameters(lens) < SMALL for lens in lenses.values()):
         torch.set_num_threads(1)
     return lenses

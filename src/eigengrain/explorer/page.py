@@ -7,6 +7,7 @@ from functools import wraps
 from html import escape
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qsl
 
 import gradio as gr
 from PIL import Image
@@ -126,9 +127,14 @@ class Page:
             self.gallery(view.model, shown),
         ]
 
-    def other_model(self, model: object, image: object, split: Any, *rest: Any) -> list[Any]:
-        """The same view with another model, as far as it has the same image and as many eigenvalues."""
+    def other_model(self, model: object, image: object, split: Any, query: object) -> list[Any]:
+        """The same view with another model, as far as it has the same image and as many eigenvalues.
+
+        A list that is left without a choice tells its value too: where that is the model of the view, ``query``, all stays.
+        """
         lens = self.lens(model)
+        if dict(parse_qsl(str(query))).get("model") == lens.name:
+            return [gr.skip() for _ in range(5)]
         words = {"model": lens.name, "image": str(image), "split": str(split)}
         view = read_view(words, self.lenses)
         shown = self._class_of(lens, view.image)
@@ -352,7 +358,8 @@ def build(page: Page) -> gr.Blocks:
 
         everything = [*chosen, label, gallery]
         after(blocks.load(page.opened, None, everything, show_progress="hidden", **_PRIVATE))
-        after(model.input(_told(page.other_model), chosen, [image, split, target, label, gallery], **_PRIVATE))
+        seen = [model, image, split, query]
+        after(model.input(_told(page.other_model), seen, [image, split, target, label, gallery], **_PRIVATE))
         label.input(_told(page.gallery), [model, label], gallery, show_progress="hidden", **_PRIVATE)
         # a function that is told what was clicked on names the event in its signature
         after(gallery.select(_choosing(page), [model, label], image, show_progress="hidden", **_PRIVATE))

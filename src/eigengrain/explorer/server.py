@@ -5,7 +5,8 @@ import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,18 @@ _HEADERS = {
     b"x-content-type-options": b"nosniff",
     b"referrer-policy": b"no-referrer",
 }
+
+
+@contextmanager
+def _reached_directly(*hosts: str) -> Iterator[None]:
+    """Keep a proxy of the environment out: gradio asks the page that it has just opened whether it is there."""
+    before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
+    os.environ["no_proxy"] = ",".join([*filter(None, before.values()), *hosts])
+    try:
+        yield
+    finally:
+        del os.environ["no_proxy"]
+        os.environ.update({name: value for name, value in before.items() if value is not None})
 
 
 class _SafeHeaders:
@@ -104,37 +117,45 @@ class Server:
         self.blocks.queue(max_size=MAX_QUEUE, api_open=False)
 
     def __enter__(self) -> "Server":
+        try:
+            with _reached_directly("localhost", "127.0.0.1", self.host):
+                self._launch()
+        except BaseException as error:
+            self.close()
+            if isinstance(error, OSError):
+                raise ValueError(f"cannot listen at {self.host}, port {self.port or '7860 to 7959'}: {error}") from error
+            raise
+        return self
+
+    def _launch(self) -> None:
+        name = f"[{self.host}]" if ":" in self.host else self.host  # as IPv6 stands in an address
         middleware = [Middleware(_SafeHeaders)]
         if is_loopback(self.host):
             # a page elsewhere could give its own name this machine's address and read the answers
-            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=["localhost", "127.0.0.1", self.host, "["]))
-        try:
-            _, self.url, _ = self.blocks.launch(
-                server_name=self.host,
-                server_port=self.port,
-                auth=self._admits if self.password else None,
-                prevent_thread_lock=True,
-                quiet=True,
-                share=False,
-                inline=False,
-                inbrowser=False,
-                show_error=False,
-                footer_links=[],
-                run_history=False,
-                allowed_paths=[],
-                max_file_size=MAX_BYTES,
-                enable_monitoring=False,
-                ssr_mode=False,
-                pwa=False,
-                mcp_server=False,
-                app_kwargs={"middleware": middleware, "docs_url": None, "redoc_url": None, "openapi_url": None},
-                theme=theme(),
-                css=STYLE,
-            )
-        except OSError as error:
-            self.close()
-            raise ValueError(f"cannot listen at {self.host}, port {self.port or '7860 to 7959'}: {error}") from error
-        return self
+            hosts = ["localhost", "127.0.0.1", name, "["]  # older versions see no more of IPv6 than the bracket
+            middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
+        _, self.url, _ = self.blocks.launch(
+            server_name=name,
+            server_port=self.port,
+            auth=self._admits if self.password else None,
+            prevent_thread_lock=True,
+            quiet=True,
+            share=False,
+            inline=False,
+            inbrowser=False,
+            show_error=False,
+            footer_links=[],
+            run_history=False,
+            allowed_paths=[],
+            max_file_size=MAX_BYTES,
+            enable_monitoring=False,
+            ssr_mode=False,
+            pwa=False,
+            mcp_server=False,
+            app_kwargs={"middleware": middleware, "docs_url": None, "redoc_url": None, "openapi_url": None},
+            theme=theme(),
+            css=STYLE,
+        )
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -4,11 +4,12 @@ An image goes through the backbone once. Its reduced features, its eigenvalues a
 that a moved split is answered from memory; maps take a pass of their own, :func:`eigengrain.explain.attribute_rules`.
 """
 
+import logging
 import math
-import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from threading import Lock
 from typing import NamedTuple
 
@@ -17,23 +18,27 @@ from PIL import Image
 from torch import Tensor
 
 from eigengrain.data import ImageSet
+from eigengrain.data.decode import ImageError
 from eigengrain.explain.animation import rgb_pixels
 from eigengrain.explain.measures import collapse
 from eigengrain.explain.pictures import Explained
 from eigengrain.explain.saliency import attribute_rules
 from eigengrain.explorer.limits import KEPT_BYTES, MAX_TEXT, MAX_WAIT, BusyError
 from eigengrain.explorer.memory import Memory
+from eigengrain.explorer.uploads import UPLOAD, Uploads
 from eigengrain.functional import EigenSubset
 from eigengrain.functional.scaling import qs_and_slope
 from eigengrain.heads import CovarianceHead
 from eigengrain.models import CovarianceNet
 
+_log = logging.getLogger(__name__)
+
 #: splits whose scores are found when an image is first seen: all of them up to 65 eigenvalues, else evenly spaced ones
 PROFILE = 64
 #: subsets that are pooled together, which bounds the memory of their matrices
 TOGETHER = 32
-#: before an example's number, and before the secret name of an upload
-EXAMPLE, UPLOAD = "example-", "upload-"
+#: before an example's number
+EXAMPLE = "example-"
 
 
 @dataclass(frozen=True, eq=False)
@@ -159,9 +164,10 @@ class Lens:
         model: of :func:`create_model` with a head that has eigenvalues; it is put in evaluation mode.
         images: examples, with the transform of the model.
         labelled: whether their classes are those of the model.
+        uploads: images of visitors, which several models may share.
 
     Raises:
-        ValueError: if the head has no eigenvalues to choose from.
+        ValueError: if the head has no eigenvalues to choose from, or no example can be read.
 
     Example:
         >>> from eigengrain.commands.checkpoint import plain_transform
@@ -175,8 +181,11 @@ class Lens:
         ['all', 'top:3', 'last:1']
     """
 
-    def __init__(self, name: str, model: CovarianceNet, images: ImageSet, labelled: bool = True):
+    def __init__(
+        self, name: str, model: CovarianceNet, images: ImageSet, labelled: bool = True, uploads: Uploads | None = None
+    ):
         self.name, self.model, self.images, self.labelled = name, model.eval().requires_grad_(False), images, labelled
+        self.uploads = Uploads() if uploads is None else uploads
         self.head = check_eigenvalues(model, name)
         self.channels = self.head.channels
         self.classes = list(model.class_names or (str(number) for number in range(model.num_classes)))
@@ -187,6 +196,12 @@ class Lens:
         self._by_class: dict[int, list[int]] = {}
         for number, label in enumerate(images.labels):
             self._by_class.setdefault(label, []).append(number)
+        self._unreadable: set[int] = set()
+        first = next(filter(self._readable, range(len(images))), None)
+        if first is None:
+            raise ValueError(f"none of the {len(images)} images of {images.name} ({images.split}) can be read")
+        #: key of the example that is shown first
+        self.first = f"{EXAMPLE}{first}"
 
     @contextmanager
     def alone(self) -> Iterator[None]:
@@ -203,8 +218,17 @@ class Lens:
             self._lock.release()
 
     def of_class(self, label: int, count: int) -> list[int]:
-        """Numbers of the first examples of a class."""
-        return self._by_class.get(label, [])[:count]
+        """Numbers of the first examples of a class; those that cannot be read are passed over."""
+        return list(islice(filter(self._readable, self._by_class.get(label, ())), count))
+
+    def _readable(self, number: int) -> bool:
+        if number not in self._unreadable:
+            try:
+                self.thumbnail(number)
+            except ImageError as error:
+                self._unreadable.add(number)
+                _log.warning("left out of the examples: %s", error)
+        return number not in self._unreadable
 
     def thumbnail(self, number: int, side: int = 128) -> Image.Image:
         """An example, small; ``side`` bounds its sides."""
@@ -225,7 +249,7 @@ class Lens:
         if kept is not None:
             return kept
         if key.startswith(UPLOAD):
-            raise ValueError("the uploaded image is no longer kept: upload it again")
+            return self._uploaded(key)
         number = key.removeprefix(EXAMPLE)
         if not key.startswith(EXAMPLE) or not number.isdecimal() or len(number) > 9 or int(number) >= len(self.images):
             raise ValueError(f"there is no image {key[:MAX_TEXT]!r}: examples go from 0 to {len(self.images) - 1}")
@@ -233,11 +257,17 @@ class Lens:
         return self._seen(key, f"{self.images.name} {self.images.split} {number}", image, label if self.labelled else None)
 
     def upload(self, image: Image.Image, title: str) -> Look:
-        """An image of a visitor's own; its key is a secret, and it is kept in memory alone, while there is room."""
+        """An image of a visitor's own, which other models that share the uploads can then look at by its key."""
+        return self.look(self.uploads.add(image, title))
+
+    def _uploaded(self, key: str) -> Look:
+        upload = self.uploads.get(key)
+        if upload is None:
+            raise ValueError("the uploaded image is no longer kept: upload it again")
         transform: Callable[[Image.Image], Tensor] | None = self.images.transform
         if transform is None:
             raise ValueError("the examples have no transform, so an image cannot be prepared like them")
-        return self._seen(UPLOAD + secrets.token_urlsafe(12), title[:MAX_TEXT], transform(image), None)
+        return self._seen(key, upload.title, transform(upload.image), None)
 
     def _seen(self, key: str, title: str, image: Tensor, label: int | None) -> Look:
         device = next(self.model.parameters()).device

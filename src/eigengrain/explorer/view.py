@@ -7,7 +7,8 @@ from urllib.parse import urlencode
 from eigengrain.commands.explain import CUTS, SCALES, split_point
 from eigengrain.explain.rectifier_rules import RULES
 from eigengrain.explorer.limits import MAX_TEXT
-from eigengrain.explorer.session import EXAMPLE, UPLOAD, Lens
+from eigengrain.explorer.session import EXAMPLE, Lens
+from eigengrain.explorer.uploads import UPLOAD
 
 #: rules that are shown at first
 FIRST_RULES = ("vanilla", "deconv")
@@ -117,7 +118,7 @@ def _image(key: str, lens: Lens) -> str:
             return lens.look(key).key
         except ValueError:
             pass  # an upload that was forgotten, or an address of another data set
-    return f"{EXAMPLE}0"
+    return lens.first
 
 
 def _whole(text: str, low: int, high: int, default: int) -> int:
