@@ -66,6 +66,14 @@ class TestValue:
         assert torch.equal(sqrt_covariance(x, subset="top:206"), sqrt_covariance(x))
         assert sqrt_covariance(x, subset="last:50").abs().max() == 0
 
+    @pytest.mark.parametrize("shape", [(0, 4, 3, 3), (0, 6, 4)])
+    @pytest.mark.parametrize("solver", [*SPECTRAL, "products", "auto"])
+    def test_no_samples(self, shape, solver):
+        x = torch.zeros(shape, requires_grad=True)
+        q = sqrt_covariance(x, seb=True, solver=solver)
+        assert q.shape == (0, shape[1], shape[1])
+        assert torch.autograd.grad(q.sum(), x)[0].shape == shape
+
     def test_eigenvalues_come_along(self):
         for x in INPUTS.values():
             for solver in [*SPECTRAL, "products"]:

@@ -97,7 +97,7 @@ def _svd_op(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lead = xc.shape[:-2]
     return (
         u.reshape(*lead, *u.shape[-2:]).contiguous(),
-        sigma.reshape(*lead, -1).contiguous(),
+        sigma.reshape(*lead, sigma.shape[-1]).contiguous(),
         vt.reshape(*lead, *vt.shape[-2:]).contiguous(),
     )
 
@@ -278,7 +278,8 @@ def sqrt_covariance(
         cut: how a cut spectrum is differentiated, ``exact`` or ``projector``, see :func:`spectral_function`. The bound
             above holds for the full spectrum and for ``projector``.
         solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
-            the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles whole).
+            the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles whole; with
+            ``seb`` it is NaN for a covariance whose trace is above 2²², as in :func:`scaling_factor`).
             ``auto`` takes the fastest that is exact for the input: by its sizes on the CPU, measured once on CUDA.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
         dtype: working precision. float32 works through the SVD, which does not square the condition number.
