@@ -56,23 +56,33 @@ def _legend(figure: Figure, axes: Sequence[Axes], across: int = 4) -> None:
         )
 
 
+def _looks(panels: Iterable[Iterable[str]]) -> dict[str, tuple[str, str]]:
+    """A colour and a marker for each name, the same in every panel, whichever of them it has."""
+    names = dict.fromkeys(name for panel in panels for name in panel)
+    return dict(zip(names, cycle(_STYLES), strict=False))
+
+
 def draw_dots(panels: Mapping[str, Sequence[Dots]], what: str, path: Path) -> None:
-    """A panel a data set with numbers of ours, a line a method: hollow is the paper's number, filled ours, a dot a seed."""
+    """A panel a data set with numbers of ours, a line a method: hollow is the paper's number, filled ours, a dot a seed.
+
+    A method has the same height in all panels, also where one does not have it.
+    """
     panels = {title: lines for title, lines in panels.items() if any(dots.ours for dots in lines)}
-    tallest = max(len(lines) for lines in panels.values())
+    labels = list(dict.fromkeys(dots.label for lines in panels.values() for dots in lines))
+    heights = {label: height for height, label in enumerate(reversed(labels))}
     with matplotlib.rc_context(_FONTS):
-        figure, axes = _panels(len(panels), 3.6, 1.1 + 0.22 * tallest)
-        kinds = list(dict.fromkeys(kind for lines in panels.values() for dots in lines for kind in dots.ours))
-        looks = dict(zip(kinds, cycle(_STYLES), strict=False))
+        figure, axes = _panels(len(panels), 3.6, 1.1 + 0.22 * len(labels))
+        looks = _looks(dots.ours for lines in panels.values() for dots in lines)
         for place, (each, (title, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
-            for height, dots in enumerate(reversed(lines)):
+            for dots in reversed(lines):
+                height = heights[dots.label]
                 if dots.printed is not None:
                     each.plot([dots.printed], [height], label="paper", **_PAPER)
                 for kind, values in dots.ours.items():
                     colour, marker = looks[kind]
                     each.plot(values, [height] * len(values), marker, color=colour, label=kind, alpha=0.85)
-            each.set_yticks(range(len(lines)), [dots.label for dots in reversed(lines)] if place == 0 else [])
-            each.set_ylim(-0.6, len(lines) - 0.4)
+            each.set_yticks(list(heights.values()), list(heights) if place == 0 else [])
+            each.set_ylim(-0.6, len(labels) - 0.4)
             each.set_xlabel(what if place == len(panels) // 2 else "")
             plain(each, "both", title)
         _legend(figure, axes)
@@ -84,8 +94,10 @@ def draw_histograms(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], peak:
     with matplotlib.rc_context(_FONTS):
         figure = Figure(figsize=(max(3.4 * len(panels), 5.2), 5.0), layout="constrained")
         grid = figure.subplots(2, len(panels), squeeze=False)
+        looks = _looks(panels.values())
         for top, bottom, (title, methods) in zip(grid[0], grid[1], panels.items(), strict=True):
-            for (name, values), (colour, _) in zip(methods.items(), _STYLES, strict=False):
+            for name, values in methods.items():
+                colour, _ = looks[name]
                 edges, counts = np.asarray(values["histogram_edges"]), np.asarray(values["histogram"], float)
                 seen = np.nonzero(counts)[0]
                 low, high = seen[0], seen[-1] + 1
@@ -94,25 +106,25 @@ def draw_histograms(panels: Mapping[str, Mapping[str, Mapping[str, Any]]], peak:
             top.set_xlabel("log₁₀ λ")
             top.set_ylim(bottom=0)
             plain(top, title=f"{title}: eigenvalues, share")
-            _conditions(bottom, methods)
+            _conditions(bottom, methods, looks)
         _legend(figure, grid[0])
         figure.savefig(path, dpi=200)
 
 
-def _conditions(axes: Axes, methods: Mapping[str, Mapping[str, Any]]) -> None:
+def _conditions(axes: Axes, methods: Mapping[str, Mapping[str, Any]], looks: Mapping[str, tuple[str, str]]) -> None:
     """κ of single images, or of a record without them its quantiles."""
     if all("log10_condition_of_images" in values for values in methods.values()):
-        for values, (colour, _) in zip(methods.values(), _STYLES, strict=False):
+        for name, values in methods.items():
             each = values["log10_condition_of_images"]
-            axes.plot(np.arange(len(each)), each, ".", markersize=1.5 if len(each) > 500 else 4, color=colour)
+            axes.plot(np.arange(len(each)), each, ".", markersize=1.5 if len(each) > 500 else 4, color=looks[name][0])
         axes.set_xlabel("test image")
         plain(axes, title="log₁₀ κ(P) of each image")
         return
-    for place, ((name, values), (colour, _)) in enumerate(zip(methods.items(), _STYLES, strict=False)):
+    for place, (name, values) in enumerate(methods.items()):
         low, lower, middle, upper, high = values["log10_condition"]
         box = {"med": middle, "q1": lower, "q3": upper, "whislo": low, "whishi": high, "label": name}
         drawn = axes.bxp([box], [place], widths=0.4, showfliers=False, patch_artist=True)
-        drawn["boxes"][0].set(facecolor=colour, alpha=0.5)
+        drawn["boxes"][0].set(facecolor=looks[name][0], alpha=0.5)
         drawn["medians"][0].set(color="#222222")
     axes.set_xlim(-0.7, len(methods) - 0.3)
     plain(axes, title="log₁₀ κ(P) of the images, whiskers 5 % to 95 %")
@@ -122,15 +134,15 @@ def draw_subsets(panels: Mapping[str, Mapping[str, Sequence[float]]], order: Seq
     """Accuracy with each subset of the eigenvalues (Table 2)."""
     with matplotlib.rc_context(_FONTS):
         figure, axes = _panels(len(panels), 4.6, 1.3 + 0.2 * len(order))
+        looks = _looks([name for name in lines if not name.startswith("paper")] for lines in panels.values())
         for each, (title, lines) in zip(axes, panels.items(), strict=True):
             heights = np.arange(len(order))[::-1]
-            looks = cycle(_STYLES)
             for name, values in lines.items():
-                if name.startswith("paper"):
-                    each.plot(values, heights, label=name, **_PAPER)
-                else:
-                    colour, marker = next(looks)
+                if name in looks:
+                    colour, marker = looks[name]
                     each.plot(values, heights, marker, color=colour, label=name)
+                else:
+                    each.plot(values, heights, label=name, **_PAPER)
             each.set_yticks(heights, order if each is axes[0] else [])
             each.set_xlabel("test accuracy, %")
             plain(each, "both", title)
@@ -158,6 +170,7 @@ def draw_truncation(
     with matplotlib.rc_context(_FONTS):
         figure = Figure(figsize=(8.6, 0.7 + 2.3 * len(panels)), layout="constrained")
         grid = figure.subplots(len(panels), 3, squeeze=False)
+        looks = _looks(curves for parts in panels.values() for curves in parts)
         for row, (title, parts) in zip(grid, panels.items(), strict=True):
             titles = (
                 f"{title}: test accuracy, %",
@@ -165,9 +178,8 @@ def draw_truncation(
                 f"{most} truncated: training loss",
             )
             for axes, curves, said in zip(row, parts, titles, strict=True):
-                for name, style in zip(parts[0], cycle(_STYLES), strict=False):
-                    if name in curves:
-                        _line(axes, name, curves[name], style)
+                for name, drawn in curves.items():
+                    _line(axes, name, drawn, looks[name])
                 axes.set_xlabel("truncated eigenvalues" if curves is parts[0] else "epoch")
                 axes.set_visible(bool(curves))
                 _whole_numbers(axes, curves.values())
@@ -219,17 +231,19 @@ FAR = 12.0
 def draw_rates(
     panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]], scaled: bool, path: Path
 ) -> None:
-    """A line a head: accuracy against the rate of the classifier.
+    """A line a head: accuracy against the rate of the classifier; two panels a row.
 
     ``scaled`` are rates that would act alike on vectors of one length. What is far below the best is cut off, so that the
     others can be told apart.
     """
     with matplotlib.rc_context(_FONTS):
-        figure, axes = _panels(len(panels), 4.8, 3.8)
+        figure = Figure(figsize=(9.6, 0.6 + 3.2 * math.ceil(len(panels) / 2)), layout="constrained")
+        axes = list(figure.subplots(math.ceil(len(panels) / 2), 2, squeeze=False).flat)
+        looks = _looks(panels.values())
+        dashed = {name: ("-", "--", ":")[place // len(_STYLES) % 3] for place, name in enumerate(looks)}
         for each, (title, lines) in zip(axes, panels.items(), strict=True):
-            for place, (name, (rates, values)) in enumerate(lines.items()):
-                colour, marker = _STYLES[place % len(_STYLES)]
-                dashes = ("-", "--", ":")[place // len(_STYLES) % 3]
+            for name, (rates, values) in lines.items():
+                (colour, marker), dashes = looks[name], dashed[name]
                 each.plot(rates, values, dashes, color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)
             each.set_xscale("log")
             ticks = _ticks([rate for rates, _ in lines.values() for rate in rates])
@@ -263,10 +277,11 @@ def draw_curves(panels: Mapping[str, Mapping[str, Mapping[str, Sequence[Curve]]]
         grid = figure.subplots(rows, columns, squeeze=False)
         every = [axes for row in grid for axes in row]
         flat = [(data, title, lines) for data, row in panels.items() for title, lines in row.items()]
+        looks = _looks(lines for _, _, lines in flat)
         for axes, (data, title, lines) in zip(every, flat, strict=False):
-            for (name, curves), style in zip(lines.items(), cycle(_STYLES), strict=False):
+            for name, curves in lines.items():
                 for turn, drawn in enumerate(curves):
-                    _line(axes, None if turn else name, drawn, style)
+                    _line(axes, None if turn else name, drawn, looks[name])
             axes.set_xlabel("epoch")
             _whole_numbers(axes, [drawn for curves in lines.values() for drawn in curves])
             plain(axes, title=f"{data}: {title}")

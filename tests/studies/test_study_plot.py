@@ -1,0 +1,79 @@
+"""The pictures of the studies: a name has one look and one height in all panels, whichever of them it is in."""
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.figure import Figure
+
+from eigengrain.studies import study_plot
+from eigengrain.studies.study_plot import Dots
+
+
+@pytest.fixture
+def drawn(monkeypatch, tmp_path):
+    """The figure that a call of the module draws."""
+    figures = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
+
+    def draw(name, *arguments):
+        getattr(study_plot, name)(*arguments, tmp_path / "figure.png")
+        return figures[-1]
+
+    return draw
+
+
+def colours(axes: Axes) -> dict[str, str]:
+    """Label to colour of what a panel shows, without what is there for the legend alone."""
+    seen = [line for line in axes.get_lines() if len(line.get_xdata()) and not str(line.get_label()).startswith("_")]
+    return {str(line.get_label()): to_hex(line.get_color()) for line in seen}
+
+
+def test_a_method_has_the_same_height_in_every_panel(drawn):
+    """Table 3 has two lines more on Birds, and the names stand beside the first panel alone."""
+    birds = [Dots("A", 80.0, {"ours": [79.0]}), Dots("B", None, {"ours": [78.0]}), Dots("C", 82.0, {"ours": [81.0]})]
+    planes = [Dots("A", 70.0, {"ours": [69.0]}), Dots("C", 72.0, {"ours": [71.0]})]
+    left, right = drawn("draw_dots", {"Birds": birds, "Aircrafts": planes}, "accuracy").axes
+    named = {label.get_text(): height for label, height in zip(left.get_yticklabels(), left.get_yticks(), strict=True)}
+    lines = [*left.get_lines(), *right.get_lines()]
+    heights = {float(line.get_xdata()[0]): float(line.get_ydata()[0]) for line in lines}
+    assert heights[80.0] == heights[79.0] == heights[70.0] == heights[69.0] == named["A"]
+    assert heights[82.0] == heights[72.0] == heights[71.0] == named["C"]
+    assert heights[78.0] == named["B"]
+    assert left.get_ylim() == right.get_ylim()
+
+
+def test_a_method_has_the_same_colour_in_every_panel(drawn):
+    curve = [1, 2], [50.0, 60.0]
+    rates = {"Birds": {"GAP": curve, "B-CNN": curve, "MPN-COV": curve}, "Cars": {"MPN-COV": curve, "SEB": curve}}
+    subsets = {"Birds": {"ours, MPN-COV": [1.0], "ours, SEB": [2.0]}, "Cars": {"paper": [1.0], "ours, SEB": [2.0]}}
+    curves = {data: {"accuracy": {name: [line] for name, line in lines.items()}} for data, lines in rates.items()}
+    both = {"exact": curve, "released": curve}
+    truncated = {"Birds": ({"exact": curve}, {}, {}), "Cars": ({"released": curve}, {}, both)}
+    for figure in (
+        drawn("draw_rates", rates, False),
+        drawn("draw_subsets", subsets, ["all"]),
+        drawn("draw_curves", curves),
+        drawn("draw_truncation", truncated, 50),
+    ):
+        looks: dict[str, set[str]] = {}
+        for axes in figure.axes:
+            for name, colour in colours(axes).items():
+                looks.setdefault(name, set()).add(colour)
+        assert all(len(found) == 1 for found in looks.values()), looks
+        ours = [colour for name, found in looks.items() if name != "paper" for colour in found]
+        assert len(set(ours)) == len(ours)
+
+
+def test_a_histogram_has_the_colour_of_its_method(drawn):
+    """Also where the other one was not looked at; above the eigenvalues, below the condition numbers."""
+    values = {"histogram_edges": [0.0, 1.0, 2.0], "histogram": [3, 4]}
+    single, known = values | {"log10_condition_of_images": [5.0, 6.0]}, values | {"log10_condition": [1, 2, 3, 4, 5]}
+    figure = drawn("draw_histograms", {"Birds": {"A": single, "B": single}, "Cars": {"B": single}}, 2.0**-18)
+    birds, cars, below_birds, below_cars = figure.axes
+    top = {patch.get_label(): to_hex(patch.get_edgecolor()) for axes in (birds, cars) for patch in axes.patches}
+    assert top["A"] != top["B"]
+    assert [to_hex(patch.get_edgecolor()) for patch in cars.patches] == [top["B"]]
+    assert [to_hex(line.get_color()) for line in below_birds.get_lines()] == [top["A"], top["B"]]
+    assert [to_hex(line.get_color()) for line in below_cars.get_lines()] == [top["B"]]
+    boxes = drawn("draw_histograms", {"Birds": {"A": known, "B": known}, "Cars": {"B": known}}, 2.0**-18).axes[3].patches
+    assert [to_hex(box.get_facecolor()) for box in boxes] == [top["B"]]
