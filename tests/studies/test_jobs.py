@@ -40,6 +40,21 @@ def test_each_job_is_done_once(drawn, trained_runs, tmp_path):
     assert again["seed1"]["analyses"] == first["seed1"]["analyses"]
 
 
+def test_a_model_that_others_start_from_is_kept_and_made_again_where_it_is_gone(drawn, trained_runs, tmp_path):
+    first, second = two()
+    planned = [replace(first, kept=True), second]
+    found = run_jobs(lambda: planned, tmp_path, keep_models=False)
+    assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["seed0"]
+    # on another machine, with the records alone
+    again = run_jobs(lambda: planned, tmp_path / "other", places=[tmp_path / "records"], keep_models=False)
+    assert trained_runs == ["seed0", "seed1", "seed0"]
+    assert (tmp_path / "other" / "runs" / "seed0" / "model").is_dir()
+    assert again["seed0"]["scores"] == found["seed0"]["scores"]
+    wild = replace(first.config, optimiser=replace(first.config.optimiser, lr=1e30))
+    lost = [replace(planned[0], name="lost", config=wild)]
+    assert run_jobs(lambda: lost, tmp_path)["lost"]["scores"] == {}  # there is no model, and there would be none again
+
+
 def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, monkeypatch):
     """The other one holds the first job, and ends it while this one waits."""
     other = run_jobs(lambda: two()[:1], tmp_path / "other")

@@ -9,11 +9,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 
 from eigengrain import cli
-from eigengrain.studies import campaign, conclusions, jobs
+from eigengrain.bench import step
+from eigengrain.runtime.page import TableData
+from eigengrain.studies import campaign, conclusions, jobs, speed
 from eigengrain.studies.accuracy import LENGTHS
 from eigengrain.studies.catalogue import STUDIES
+from eigengrain.studies.config import StudyRun
+from eigengrain.studies.report import on_terminal
+from eigengrain.studies.study import Setup
 
 SMOKE = ["--scale", "smoke", "--device", "cpu"]
 #: records of photographs, of one data set of three
@@ -211,6 +217,22 @@ def test_a_page_sends_its_reader_to_files_that_are_there(tmp_path, monkeypatch):
     assert all((tmp_path / name).is_file() for name in named)
 
 
+def test_a_page_says_where_the_runs_on_it_were_made_and_no_others(everything, tmp_path, monkeypatch):
+    monkeypatch.setattr(conclusions, "find_spec", lambda name: None)
+    records = tmp_path / "records"
+    shutil.copytree(everything[0] / "records", records)  # of drawn birds, on this machine
+    (records / "notes.json").write_text("[1, 2]")
+    (records / "half.json").write_text('{"name": "half", "epo')
+    shutil.copy(BIRDS / "resnet50-gap-x3-e15-val-s0.json", records)
+
+    def said(*options):
+        assert cli.main(["study", "report", "--out", str(tmp_path), *options]) == 0
+        return re.findall("<footer>(.*)</footer>", (tmp_path / "report.html").read_text(encoding="utf-8"))[0]
+
+    assert re.fullmatch(r"runs on NVIDIA H200 with torch [^;]*", said())
+    assert re.fullmatch(rf"runs on [^;]* with torch {re.escape(torch.__version__)} and [^;]*", said(*SMOKE))
+
+
 def test_a_page_without_records_lists_what_could_be_run(tmp_path):
     assert cli.main(["study", "report", "--out", str(tmp_path)]) == 0
     text = (tmp_path / "report.html").read_text(encoding="utf-8")
@@ -250,6 +272,14 @@ def test_the_list_says_what_each_study_costs_and_how_that_is_known(capsys, tmp_p
 
 
 @pytest.mark.parametrize(
+    ("options", "said"), [(SMOKE, ["training: a third of a second for each run"]), (["--datasets", "imagenet"], [])]
+)
+def test_the_list_speaks_of_speeds_only_where_it_takes_some(options, said, capsys, tmp_path):
+    assert cli.main(["study", "list", *options, "--out", str(tmp_path)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("training:")] == said
+
+
+@pytest.mark.parametrize(
     ("words", "said"),
     [
         (["gcp-method"], "unknown study 'gcp-method': did you mean 'gcp-methods'"),
@@ -258,8 +288,18 @@ def test_the_list_says_what_each_study_costs_and_how_that_is_known(capsys, tmp_p
         (["paths", "--protocol", "fare"], "unknown --protocol 'fare': did you mean 'fair'"),
         (["paths", *SMOKE, "--heads", "[bcnn]"], "unknown head of this study 'bcnn'"),
         (["paths", *SMOKE, "--datasets", "[dogs]"], "unknown data set of this study 'dogs'"),
+        (["speed", *SMOKE, "--datasets", "[cub]"], "this study has no data sets to choose from: leave --datasets out"),
         (["paths", "--seeds", "[0,0]"], "--seeds must be a list of one or more, each once"),
         (["paths", "--data", "no/such"], "holds none of the data sets of this study: cub (Birds), aircraft"),
+        (["paths", *SMOKE, "--records", "no/such"], "there is no folder 'no/such': --records"),
+        (["report", "--records", "no/such"], "there is no folder 'no/such': --records"),
+        (["architectures", "--data", "no/such", "--weights", "no/such"], "there is no file or folder 'no/such': --weights"),
+        (
+            ["gcp-methods", *SMOKE, "--backbones", "vgg16", "--heads", "gap"],
+            "none of the heads gap with a backbone of vgg16",
+        ),
+        (["list", "--heads", "mpn"], "unknown head of this study 'mpn': did you mean 'mpncov'"),
+        (["list", "--datasets", "birds"], "unknown data set of this study 'birds'"),
     ],
 )
 def test_a_mistake_gets_one_line_and_code_2(words, said, capsys, tmp_path):
@@ -276,3 +316,44 @@ def test_a_signal_ends_a_study_with_its_code(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(campaign, "carry_out", interrupted)
     assert cli.main(["study", "paths", *SMOKE, "--out", str(tmp_path)]) == 143
     assert "the same command goes on from there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("text", ['{"rows": [', '{"rows": []}', "[]"])
+def test_a_part_of_a_record_of_speed_is_refused_by_its_name(text, capsys, tmp_path):
+    (tmp_path / "records").mkdir()
+    (tmp_path / "records" / "speed-small-cpu.json").write_text(text)
+    assert cli.main(["study", "speed", "--only_report", "--out", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert "speed-small-cpu.json is not a record" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("lost", ["isqrt", "mpncov"])
+def test_a_step_without_the_memory_for_it_has_no_number(lost, tmp_path, monkeypatch):
+    """The others have theirs, and times over that of iSQRT-COV are drawn where that is known."""
+    real = step.build
+
+    def build(config, backbone, head, device):
+        if head == lost:
+            raise torch.OutOfMemoryError
+        return real(config, backbone, head, device)
+
+    monkeypatch.setattr(step, "build", build)
+    setup = Setup(StudyRun(name="speed", scale="smoke", device="cpu", out=str(tmp_path)), available=())
+    speed.measure(setup)
+    found = speed.findings(setup, [])
+    lines = {row["method"]: row for row in found.rows}
+    assert lines[speed.METHODS[lost]]["ours_seconds"] == "–"
+    assert all(line["ours_seconds"] > 0 for method, line in lines.items() if method != speed.METHODS[lost])
+    assert any("memory" in note for note in found.notes)
+    assert (found.draw is None) == (lost == "isqrt")
+    if found.draw is not None:
+        found.draw(tmp_path / "speed.png")
+
+
+def test_brackets_in_the_name_of_a_device_are_shown():
+    console = Console(width=60)
+    with console.capture() as said:
+        console.print(on_terminal(TableData("[gfx90a]", ["", "ours [s]"], [])))
+    assert "[gfx90a]" in said.get()
+    assert "ours [s]" in said.get()

@@ -7,18 +7,20 @@ import pytest
 import torch
 
 from eigengrain.heads import create_head
-from eigengrain.studies.accuracy import LENGTHS, accuracy_findings, shown
+from eigengrain.studies.accuracy import LENGTHS, accuracy_findings, gains, shown
 from eigengrain.studies.analyses import subsets_of
 from eigengrain.studies.catalogue import STUDIES, find_study
-from eigengrain.studies.comparison import job_name
+from eigengrain.studies.comparison import job_name, rate_jobs
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED, Speeds, cost
 from eigengrain.studies.jobs import described
+from eigengrain.studies.learning import first_records
 from eigengrain.studies.published import TITLES
 from eigengrain.studies.settings import NETWORKS, base
 from eigengrain.studies.study import Row, Setup
 
 BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", printed=84.3, core=True)
+BRANCH = replace(BIRDS, method="MPN-COV + SEB", head="mpncov+seb", printed=86.2)
 EVERYTHING = ("cub", "aircraft", "cars", "dogs", "inat2017", "imagenet")
 
 
@@ -61,6 +63,8 @@ def test_weights_may_be_a_file_or_a_folder(tmp_path):
     options = StudyRun(weights=str(tmp_path))
     assert base(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
     assert base(options, "resnet50", "cub").model.pretrained
+    (tmp_path / "resnet101.json").touch()  # what somebody has noted of them
+    assert base(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
     one = StudyRun(weights="mine.pth")
     assert base(one, "resnet50", "cub").model.weights == "mine.pth"
     assert base(one, "vgg16", "cub").model.weights is None
@@ -166,6 +170,38 @@ def test_the_search_is_a_study_of_its_own(tmp_path):
     assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
 
 
+def chosen_at_ten(setup, row):
+    """Records of the runs by which a rate is chosen, with ×10 as the best."""
+    for job, top1 in zip(setup.jobs(row, "fair"), (60.0, 70.0, 65.0), strict=True):
+        record(setup, job, top1)
+
+
+def test_a_gain_is_that_of_one_protocol(tmp_path):
+    setup = setup_of(tmp_path)
+    chosen_at_ten(setup, BIRDS)
+    for job in setup.jobs(BIRDS, "fair")[3:]:
+        record(setup, job, 80.0)
+    for job in setup.jobs(BRANCH, "paper"):
+        record(setup, job, 86.0)
+    assert "Birds +1.5 (ours: not run)" in gains(setup, [BIRDS, BRANCH])[0]
+    for job in setup.jobs(BIRDS, "paper"):
+        record(setup, job, 85.0)
+    assert "(ours: +1.0 over 1 backbone)" in gains(setup, [BIRDS, BRANCH])[0]
+    chosen_at_ten(setup, BRANCH)
+    for job in setup.jobs(BRANCH, "fair")[3:]:
+        record(setup, job, 80.5)
+    assert "(ours: +0.5 over 1 backbone)" in gains(setup, [BIRDS, BRANCH])[0]
+
+
+def test_a_report_finds_every_seed(tmp_path):
+    """Whatever its number, and whether it was asked for now."""
+    setup = setup_of(tmp_path)
+    chosen_at_ten(setup, BIRDS)
+    for job in replace(setup, seeds=(3, 42)).jobs(BIRDS, "fair")[3:]:
+        record(setup, job, float(job.config.seed))
+    assert setup.scores(BIRDS, "fair")[0].values == (3.0, 42.0)
+
+
 @pytest.mark.parametrize("study", [study for study in STUDIES if study.measure is None], ids=lambda study: study.name)
 def test_a_study_of_some_of_its_data_sets_has_no_lines_of_the_others(study, tmp_path):
     everything = Setup(StudyRun(out=str(tmp_path)))
@@ -237,6 +273,14 @@ def test_a_network_at_another_rate_than_the_best_is_analysed_as_that(tmp_path):
         assert f"Birds, MPN-COV: {said}" in found.notes[-1]
 
 
+def test_a_network_is_not_said_to_be_at_the_best_rate_where_that_was_not_trained(tmp_path):
+    setup = setup_of(tmp_path)
+    chosen_at_ten(setup, BIRDS)
+    [job] = setup.finals(BIRDS, setup.config(BIRDS), 3, (0,))
+    record(setup, job, 79.0, analyses={"subset-accuracy": {"all": {"top1": 79.0, "top5": 95.0, "loss": 1.0}}})
+    assert "×3, 79.0 % after 15 epochs (its best rate is ×10)" in find_study("subset-accuracy").findings(setup).notes[-1]
+
+
 def test_runs_that_diverged_are_shown_as_that(tmp_path):
     """A rate that diverged is not chosen; a row whose runs all did has no number, and none is made up."""
     setup = setup_of(tmp_path)
@@ -292,6 +336,54 @@ def test_truncated_runs_are_made_at_the_rate_of_the_whole_spectrum(tmp_path):
     }
 
 
+def test_truncated_runs_that_all_diverged_are_shown_as_that(tmp_path):
+    """Nothing is drawn of them but the loss of the last, if there is one."""
+    setup = setup_of(tmp_path, datasets=["cub"])
+    study = find_study("truncation")
+    rows = study.rows(setup)
+    chosen_at_ten(setup, rows[0])
+    [job] = setup.jobs(rows[-1], "fair")[3:]
+    record(setup, job, None, scores={}, epochs=[])
+    found = study.findings(setup)
+    assert found.tables[0].rows[-1][2].text == "diverged (1 run, ×10)"
+    assert found.draw is None
+    record(setup, job, None, scores={}, epochs=[{"epoch": 1.0, "train_loss": 5.3}])
+    study.findings(setup).draw(tmp_path / "figure.png")
+
+
+def test_the_lines_of_a_figure_are_of_one_protocol(tmp_path):
+    setup = setup_of(tmp_path)
+    curve, other = replace(BIRDS, curve=True), replace(BRANCH, curve=True)
+    chosen_at_ten(setup, curve)
+    tested = [{"epoch": 1.0, "test_top1": 70.0}]
+    for job in setup.jobs(other, "paper"):
+        record(setup, job, 70.0, epochs=tested)
+    assert [len(records) for records in first_records(setup, [curve, other], complete=True)] == [0, 3]
+    record(setup, setup.jobs(curve, "fair")[3], 70.0, epochs=tested)
+    assert [len(records) for records in first_records(setup, [curve, other], complete=True)] == [1, 0]
+
+
+@pytest.mark.parametrize("protocol", ["fair", "paper"])
+def test_table_10_stands_under_the_protocol_of_its_network(protocol, tmp_path):
+    setup = setup_of(tmp_path)
+    study = find_study("imagenet")
+    [row] = [row for row in study.rows(setup) if row.analyses and row.metric == "test_top1"]
+    if protocol == "fair":
+        chosen_at_ten(setup, row)
+    job = setup.jobs(row, protocol)[3 if protocol == "fair" else 0]
+    measured = [
+        {"rule": "vanilla", "cut": cut, "subset": subset, "collapse": "abs-max", "measure": measure, "mean": 0.5}
+        for cut in ("exact", "projector")
+        for subset in ("top:206", "last:50")
+        for measure in ("corr", "mae")
+    ]
+    scores = {"test_top1": 70.0, "test_top5": 90.0}
+    record(setup, job, None, scores=scores, analyses={"similarity": {"images": 9, "rows": measured}})
+    lines = [line for line in study.findings(setup).rows if line["metric"] == "corr"]
+    other = {"fair": "paper", "paper": "fair"}[protocol]
+    assert {(line[f"{protocol}_protocol_mean"], line[f"{other}_protocol_mean"]) for line in lines} == {(0.5, "")}
+
+
 def test_networks_after_imagenet_wait_for_it(tmp_path):
     rows = find_study("gcp-pretrained").rows(setup_of(tmp_path))
     row = next(row for row in rows if row.pretrain == "isqrt")
@@ -307,6 +399,69 @@ def test_networks_after_imagenet_wait_for_it(tmp_path):
     weights.unlink()
     assert setup.runs(row)
     assert not replace(setup, available=("cub",)).runs(row)
+
+
+def after_imagenet(tmp_path, **changes):
+    """A study at scale small, and its line of iSQRT-COV on Birds after ImageNet."""
+    setup = setup_of(tmp_path, **changes)
+    [row] = [row for row in find_study("gcp-pretrained").rows(setup) if (row.data, row.pretrain) == ("cub", "isqrt")]
+    return setup, row
+
+
+def leave_model(setup, job):
+    folder = setup.out / "runs" / job.name / "model"
+    folder.mkdir(parents=True)
+    (folder / "model.safetensors").touch()
+
+
+def test_a_network_of_the_search_on_imagenet_is_not_started_from(tmp_path):
+    """The last rate of the grid may be there before the others, where several processes share a study."""
+    setup, row = after_imagenet(tmp_path, heads=["isqrt"])
+    search = setup.jobs(row, "fair")
+    leave_model(setup, search[-1])
+    record(setup, search[-1], 60.0)
+    assert setup.jobs(row, "fair") == search
+    for job, top1 in zip(search, (60.0, 70.0, 65.0), strict=True):
+        record(setup, job, top1)
+    [last] = setup.jobs(row, "fair")[3:]
+    assert (last.kept, last.config.data.name, last.config.seed) == (True, "imagenet", 0)
+    leave_model(setup, last)
+    assert {job.config.model.weights for job in setup.jobs(row, "fair")} == {
+        str(tmp_path / "runs" / last.name / "model/model.safetensors")
+    }
+
+
+def test_a_network_of_imagenet_strides_afterwards_where_it_did_there(tmp_path):
+    """The weights of --weights are others, and may stride elsewhere."""
+    setup, row = after_imagenet(tmp_path, heads=["isqrt"], weights="resnet50.safetensors", protocol="paper")
+    assert setup.config(row).model.stride_on == "1x1"
+    [first] = setup.jobs(row, "paper")
+    leave_model(setup, first)
+    assert {job.config.model.stride_on for job in setup.jobs(row, "paper")} == {first.config.model.stride_on} == {"3x3"}
+
+
+def test_heads_are_chosen_among_networks_of_imagenet_too(tmp_path):
+    setup, row = after_imagenet(tmp_path, heads=["mpncov"], protocol="both")
+    here = replace(setup, available=("cub",))
+    leave_model(setup, setup.jobs(row, "paper")[0])
+    assert not here.runs(row)
+    free = replace(here, options=replace(here.options, heads=None))
+    assert free.runs(row)
+    assert all("-gcp-" in job.name for job in free.jobs(row, "paper"))
+    assert free.jobs(row, "fair") == []  # ImageNet is not here to be trained on
+
+
+def test_networks_of_imagenet_are_not_made_again_for_runs_that_are_recorded(tmp_path):
+    setup, row = after_imagenet(tmp_path, heads=["isqrt"], protocol="paper")
+    [first] = setup.jobs(row, "paper")
+    leave_model(setup, first)
+    finals = setup.jobs(row, "paper")
+    for job in (first, *finals):
+        record(setup, job, 80.0)
+    (tmp_path / "runs" / first.name / "model/model.safetensors").unlink()
+    assert [job.name for job in setup.jobs(row, "paper")] == [job.name for job in finals]
+    (tmp_path / "records" / f"{finals[0].name}.json").unlink()
+    assert setup.jobs(row, "paper") == [first]
 
 
 def test_the_subsets_of_table_2_are_there():
@@ -330,3 +485,28 @@ def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
     again = cost(study, setup, Speeds(setup, measured=False))
     assert again.known == "records"
     assert again.seconds == pytest.approx(images / 500, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", ["small", "paper"])
+@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
+def test_as_many_runs_are_counted_as_are_made(study, scale, tmp_path, monkeypatch):
+    """With the middle rate as the best of each grid."""
+    options = StudyRun(scale=scale, protocol="both", seeds=[0, 1], out=str(tmp_path))
+    setup = replace(Setup(options, (0, 1)), available=study.datasets(Setup(options)))
+    said = cost(study, setup, Speeds(setup, measured=False))
+    rows = [row for row in study.rows(setup) if row.head is not None]
+    rows += [replace(row, data="imagenet", pretrain=None) for row in rows if row.pretrain]
+    middle = {
+        job.name
+        for row in rows
+        for suffix in ("", "-gcp")
+        for job in rate_jobs(setup.config(row, row.rate_of), setup.rates(row)[1:2], suffix)
+    }
+    made: dict[str, dict[str, object]] = {}
+    monkeypatch.setattr(Setup, "record", lambda setup, job: made.get(job.name))
+    while new := [job for job in study.plan(setup) if job.name not in made]:
+        for job in new:
+            made[job.name] = {"scores": {"val_top1": 60.0 if job.name in middle else 50.0}}
+            if job.kept:
+                leave_model(setup, job)
+    assert said.runs == len(made)

@@ -235,16 +235,21 @@ def _epochs(setup: Setup, rows: Sequence[Row], data: str) -> str:
 
 
 def gains(setup: Setup, rows: Sequence[Row]) -> list[str]:
-    """The last line of Table 3: what SEB adds to MPN-COV, over the backbones where both were run."""
+    """The last line of Table 3: what SEB adds to MPN-COV, over the backbones where both were run under one protocol."""
     said = []
     for data in dict.fromkeys(row.data for row in rows):
-        means: dict[str, dict[str, float]] = {"mpncov": {}, "mpncov+seb": {}}
-        for row in rows:
-            if row.data == data and row.head in means:
-                scores = setup.scores(row, "fair") or setup.scores(row, "paper")
-                if scores and scores[-1].values and scores[-1].chosen is not False:
-                    means[row.head][row.backbone] = scores[-1].mean
-        both = [means["mpncov+seb"][b] - means["mpncov"][b] for b in means["mpncov"] if b in means["mpncov+seb"]]
+        mine = [row for row in rows if row.data == data]
+        both = _gains(setup, mine, "fair") or _gains(setup, mine, "paper")
         ours = f"{sum(both) / len(both):+.1f} over {counted(len(both), 'backbone')}" if both else NOT_RUN
         said.append(f"{TITLES[data]} {AVERAGE_GAIN[data]:+.1f} (ours: {ours})")
     return [f"Mean gain of SEB over MPN-COV in the paper: {', '.join(said)}."]
+
+
+def _gains(setup: Setup, rows: Sequence[Row], protocol: str) -> list[float]:
+    """One a backbone."""
+    means: dict[str, dict[str, float]] = {"mpncov": {}, "mpncov+seb": {}}
+    for row in rows:
+        for score in setup.scores(row, protocol) if row.head in means else ():
+            if score.values and score.chosen is not False:
+                means[str(row.head)][row.backbone] = score.mean
+    return [means["mpncov+seb"][name] - mean for name, mean in means["mpncov"].items() if name in means["mpncov+seb"]]

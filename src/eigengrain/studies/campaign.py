@@ -16,7 +16,7 @@ from eigengrain.runtime.page import Cell, TableData
 from eigengrain.runtime.records import writable
 from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.conclusions import Conclusion, conclude, show, write_files, write_page
-from eigengrain.studies.config import StudyRun
+from eigengrain.studies.config import STUDY_ACTIONS, StudyRun
 from eigengrain.studies.cost import STATED_FOR, Speeds, cost
 from eigengrain.studies.jobs import run_jobs
 from eigengrain.studies.published import TITLES
@@ -28,16 +28,20 @@ from eigengrain.training.interrupt import Interrupted
 def run(options: StudyRun) -> int:
     """A study, all of them, their list or a page about them; 0, or 130 and 143 after Ctrl-C and SIGTERM."""
     console = output.reading()
+    studies = list(STUDIES) if options.name in STUDY_ACTIONS else [find_study(options.name)]
+    check_names(options, [row for study in studies for row in study.all_rows(Setup(options))])
+    if options.records is not None and not Path(options.records).expanduser().is_dir():
+        raise ValueError(f"there is no folder {options.records!r}: --records is one with records of runs")
     if options.name == "list":
         show_list(options, console)
         return 0
-    studies = list(STUDIES) if options.name in ("all", "report") else [find_study(options.name)]
-    check_names(options, [row for study in studies for row in study.all_rows(Setup(options))])
     # of many studies some have none of the data sets that were asked for
     studies = [study for study in studies if study.measure is not None or study.rows(Setup(options))]
     if options.name == "report" or options.only_report:
         setup = Setup(options)
     else:
+        if options.weights is not None and not Path(options.weights).expanduser().exists():
+            raise ValueError(f"there is no file or folder {options.weights!r}: --weights is one with weights of backbones")
         writable(Path(options.out) / "records" / "any")
         setup = Setup(options, available=available(options, studies), deadline=_deadline(options))
     conclusions: list[Conclusion] = []
@@ -78,9 +82,7 @@ def available(options: StudyRun, studies: Sequence[Study]) -> tuple[str, ...]:
     Raises:
         ValueError: if one that was asked for cannot be read, or there is none at all.
     """
-    rows = [row for study in studies for row in study.rows(Setup(options))]
-    first = ["imagenet"] if any(row.pretrain for row in rows) else []
-    wanted = tuple(dict.fromkeys([*(row.data for row in rows), *first]))
+    wanted = tuple(dict.fromkeys(name for study in studies for name in study.datasets(Setup(options))))
     if options.scale == "smoke" or not wanted:
         return wanted
     if options.data is None:
@@ -131,7 +133,7 @@ def show_list(options: StudyRun, console: Console) -> None:
     speeds = Speeds(Setup(options), options.measure)
     for study in STUDIES:
         setup = Setup(options, study.seeds(options))
-        chosen = tuple(dict.fromkeys(row.data for row in study.rows(setup)))
+        chosen = study.datasets(setup)
         if options.scale == "small" and options.datasets is None:
             chosen = chosen[:1]  # one of them is what fits an hour
         said = cost(study, replace(setup, available=chosen), speeds)
@@ -151,10 +153,11 @@ def show_list(options: StudyRun, console: Console) -> None:
         "records": "images a second of the records",
         "measured": "images a second of a step that was timed here",
     }
-    if options.scale == "smoke":
-        how["stated"] = "a third of a second for each run"
     used = dict.fromkeys(word for each in sorted(known) for word in each.split(" and "))
-    console.print("training: images × epochs / " + "; ".join(how[word] for word in used), highlight=False)
+    if options.scale == "smoke":
+        console.print("training: a third of a second for each run")
+    elif used:
+        console.print("training: images × epochs / " + "; ".join(how[word] for word in used), highlight=False)
     console.print("Runs that studies share are counted in each of them and made once. Tests and analyses come on top.")
     if options.scale == "small" and options.backbones is None and options.heads is None:
         console.print(

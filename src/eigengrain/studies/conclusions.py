@@ -1,6 +1,5 @@
 """What studies come to, as files, on the terminal and as one page."""
 
-import json
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -88,7 +87,7 @@ def show(conclusion: Conclusion, setup: Setup, console: Console) -> list[Path]:
 def markdown(conclusion: Conclusion, setup: Setup) -> str:
     """All tables and notes of a study as Markdown."""
     study, found, picture = conclusion
-    parts = [f"# {study.where}: {study.title}", f"Scale {setup.options.scale}. `{command(study.name, setup.options)}`"]
+    parts = [f"# {study.where}: {study.title}", f"Scale {setup.options.scale}. `{command(study, setup.options)}`"]
     for data in found.tables:
         lines = [" | ".join(cells) for cells in (data.heads, ["---"] * len(data.heads))]
         lines += [" | ".join(cell.text.replace("|", "\\|") for cell in row) for row in data.rows]
@@ -99,10 +98,27 @@ def markdown(conclusion: Conclusion, setup: Setup) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def command(name: str, options: StudyRun) -> str:
-    """The command of a study for another machine: without the folders of this one."""
-    data = "" if options.scale == "smoke" else " --data FOLDER"
-    return f"eigengrain study {name}{data} --scale {options.scale} --protocol {options.protocol}"
+def command(study: Study, options: StudyRun) -> str:
+    """The command of a study for another machine: without the folders of this one, and with the names that it knows.
+
+    Example:
+        >>> from eigengrain.studies.catalogue import find_study
+        >>> command(find_study("paths"), StudyRun(scale="smoke", heads=["gap", "mpncov"], rates=[0.5, 1]))
+        'eigengrain study paths --scale smoke --protocol fair --heads mpncov --rates 0.5,1'
+    """
+    words = ["eigengrain", "study", study.name, *([] if options.scale == "smoke" else ["--data", "FOLDER"])]
+    words += ["--scale", options.scale, "--protocol", options.protocol]
+    rows = study.all_rows(Setup(options))
+    named = {
+        "datasets": [name for name in options.datasets or () if any(row.data == name for row in rows)],
+        "backbones": [name for name in options.backbones or () if any(row.backbone == name for row in rows)],
+        "heads": [name for name in options.heads or () if any(row.head == name for row in rows)],
+        "seeds": [str(seed) for seed in options.seeds or ()],
+        "rates": [f"{rate:g}" for rate in options.rates] if options.rates != StudyRun().rates else [],
+    }
+    for what, values in named.items():
+        words += [f"--{what}", ",".join(values)] if values else []
+    return " ".join(words)
 
 
 def write_page(conclusions: Sequence[Conclusion], setup: Setup) -> Path:
@@ -117,20 +133,11 @@ def write_page(conclusions: Sequence[Conclusion], setup: Setup) -> Path:
             study = conclusion.study
             parts += [Heading(f"{study.where}: {study.title}"), *conclusion.spoken, *conclusion.notes]
             parts += [conclusion.picture] if conclusion.picture else []
-            parts.append(Commands([command(study.name, setup.options)]))
+            parts.append(Commands([command(study, setup.options)]))
     silent = [conclusion.study for conclusion in conclusions if conclusion.silent]
     if silent:
-        rows = [[Cell(study.where), Cell(study.title), Cell(command(study.name, setup.options))] for study in silent]
+        rows = [[Cell(study.where), Cell(study.title), Cell(command(study, setup.options))] for study in silent]
         parts += [Heading("Not run"), TableData("of these there is no record", ["", "study", "command"], rows)]
     title = "The tables and figures of the paper, and ours"
-    path.write_text(page(title, parts, {"runs on": _environments(setup) or "nothing yet"}), encoding="utf-8")
+    path.write_text(page(title, parts, {"runs on": "; ".join(setup.machines) or "nothing yet"}), encoding="utf-8")
     return path
-
-
-def _environments(setup: Setup) -> str:
-    """Where the runs were made, each place once."""
-    found = []
-    for file in (file for place in setup.places for file in sorted(place.glob("*.json"))):
-        environment = json.loads(file.read_text(encoding="utf-8"))["environment"]
-        found.append("{device_name} with torch {torch} and eigengrain {eigengrain}".format(**environment))
-    return "; ".join(dict.fromkeys(found))

@@ -91,7 +91,8 @@ class StudyRun:
         datasets: such as [cub,cars]; all that the study has by default, of which those are trained that the folder holds.
         backbones: such as [resnet50,vgg16]; all of the study by default, at scale small a few.
         heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
-        seeds: of the runs that are tested; [0,1,2] by default, [0] for a smoke run and for ablations at scale small.
+        seeds: of the runs that are tested; [0,1,2] by default, [0] for a smoke run, and at scale small but for gcp-methods
+            and paths.
         rates: from which the fair protocol chooses: the classifier's rate as a multiple of the backbone's, over c² for a
             head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or the highest is
             best, a third or three times of it is tried too, and so on.
@@ -106,7 +107,8 @@ class StudyRun:
         out: folder for NAME.csv, NAME.md, NAME.png, and the records and models of the runs.
         records: folder with more records, made elsewhere.
         only_report: train nothing, show what the records have.
-        drop_models: delete a run's model when it is recorded; another study may then have to train it again.
+        drop_models: delete a run's model when it is recorded, unless other runs of the study start from it; another study
+            may then have to train it again.
         measure: for the list: time a training step of each backbone on this machine, instead of taking stated speeds.
     """
 

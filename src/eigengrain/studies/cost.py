@@ -48,8 +48,8 @@ class Speeds:
         return self._known[key]
 
     def _find(self, row: Row, config: Train) -> tuple[float, str]:
-        if self._measured:
-            return _timed(config), "measured"
+        if self._measured and (speed := _timed(config)) is not None:
+            return speed, "measured"
         name = config.model.backbone.split(".")[0]
         found = self._recorded.get((name, config.data.transforms.img_size, config.amp))
         if found:
@@ -74,8 +74,8 @@ def _recorded(places: list[Path]) -> dict[tuple[str, int, str], list[float]]:
     return found
 
 
-def _timed(config: Train) -> float:
-    """Images a second of one training step here; few images on the CPU, where more are no faster."""
+def _timed(config: Train) -> float | None:
+    """Images a second of one training step here, None without the memory for it; few images on the CPU: no slower."""
     from eigengrain.bench import step
     from eigengrain.bench.config import StepBench
     from eigengrain.runtime.environment import pick_device
@@ -94,7 +94,8 @@ def _timed(config: Train) -> float:
         repeats=1,
     ).filled(device.type)
     [row] = step.measure(bench, model.backbone, device)
-    return float(str(row["images_per_second"]))
+    speed = row["images_per_second"]
+    return None if speed is None else float(str(speed))
 
 
 def cost(study: Study, setup: Setup, speeds: Speeds) -> Cost:
@@ -110,15 +111,16 @@ def cost(study: Study, setup: Setup, speeds: Speeds) -> Cost:
             config = setup.config(stage)
             seen = training_images(config) * config.epochs
             for protocol in setup.protocols:
-                marks = f"-{protocol}{'-curve' * (stage.curve and config.eval_every > 1)}{'-gcp' * bool(stage.pretrain)}"
+                curve = stage.curve and config.eval_every > 1 and protocol == "fair"
+                marks = f"-{protocol}{'-gcp' * bool(stage.pretrain)}"
                 if protocol == "fair":
-                    searched = setup.tried(stage, marks.replace("-curve", ""), config)
+                    searched = setup.tried(stage, marks, config)
                     search, count = searched[0].name.split("-x")[0], len(searched) + len(stage.more_rates)
                     images[f"search {search}"] = seen * 0.9 * count, count, stage, config
                 if stage.search:
                     continue
-                seeds = 1 if "-curve" in marks else len(setup.seeds)
-                images[job_name(config, marks)] = float(seen * seeds), seeds, stage, config
+                seeds = 1 if curve or stage is not row else len(setup.seeds)
+                images[job_name(config, marks + "-curve" * curve)] = float(seen * seeds), seeds, stage, config
     runs = sum(count for _, count, _, _ in images.values())
     if setup.options.scale == "smoke":
         return Cost(runs, runs * SMOKE_RUN, "stated")

@@ -60,8 +60,8 @@ def _networks(setup: Setup, rows: Sequence[Row], analysis: str) -> list[str]:
         rate, epochs = record["config"]["optimiser"]["classifier_lr_scale"], record["config"]["epochs"]
         accuracy = f"{record['scores'][row.metric]:.1f} % after {counted(epochs, 'epoch')}"
         text = f"{data_title(setup, row.data)}, {row.method}: ×{rate:g}, {accuracy}"
-        best = [chosen for chosen, is_chosen, _ in setup.results(row, "fair") if is_chosen]
-        said.append(text if not best or rate in best else f"{text} (its best rate is ×{best[0]:g})")
+        best = setup.chosen_rate(row)
+        said.append(text if best in (None, rate) else f"{text} (its best rate is ×{best:g})")
     return [f"The networks, with the rate of the classifier and their test accuracy: {'; '.join(said)}."] if said else []
 
 
@@ -104,7 +104,7 @@ def spectrum_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
         tables.append(TableData(f"{data_title(setup, data)}: medians over test images (5 % to 95 %)", heads, lines))
     notes = [
         "κ(P) = λ₁/λ_d; the effective rank is the exponential of the entropy of the eigenvalues' shares; the last ones are "
-        "50 of 256 (elsewhere in proportion), of which the paper says that their energy is below "
+        "50 of 256 (elsewhere in proportion), of which the paper says that their energy is often below "
         f"{ENERGY_OF_LAST:g}; s = ‖QSᵀ‖.",
         f"The paper sees a peak of small eigenvalues at 2^-18 = {PEAK:.1e}, the dotted line of the figure.",
         *_networks(setup, rows, "spectrum"),
@@ -298,7 +298,7 @@ def _similarity_picture(csv: list[dict[str, object]]) -> Any:
         panels: dict[str, list[Dots]] = {}
         for row in chosen:
             ours = {f"ours, {row['cut']} cut": [row["ours"]]} if isinstance(row["ours"], float) else {}
-            panel = panels.setdefault(str(row["data"]), [])
+            panel = panels.setdefault(f"{row['data']}{' (drawn)' * (row['scale'] == 'smoke')}", [])
             label = f"{row['rule']}, {row['eigenvalues']}"
             same = next((dots for dots in panel if dots.label == label), None)
             if same is None:

@@ -47,11 +47,13 @@ class Job:
         name: of its record; letters, digits, '.', '_', '+' and '-'.
         config: of the training; where it writes is decided by :func:`run_jobs`.
         analyses: names of :data:`eigengrain.studies.analyses.ANALYSES`.
+        kept: whether other runs start from its model, which has to be here then.
     """
 
     name: str
     config: Train
     analyses: tuple[str, ...] = ()
+    kept: bool = False
 
 
 def described(config: Train) -> dict[str, Any]:
@@ -63,15 +65,19 @@ def described(config: Train) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("out", "resume", "dry_run")}
 
 
-def open_record(path: Path) -> Record:
+def open_record(path: Path, parts: Sequence[str] = _PARTS) -> Record:
     """A record from its file.
+
+    Args:
+        path: of the file.
+        parts: what those who read it look for in it.
 
     Raises:
         ValueError: if it is none, or only a part of one.
     """
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        lacking = [part for part in _PARTS if part not in record]
+        lacking = [part for part in parts if part not in record]
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
     if lacking:
@@ -126,7 +132,7 @@ def run_jobs(
         seconds: no job is begun that would, as long as the longest before it, end after this time; None for no limit.
         places: more folders of records, whose jobs are not done again.
         decoded: images on the device, shared with other calls.
-        keep_models: whether the folder of a finished run keeps its model.
+        keep_models: whether the folder of a finished run keeps its model; that of a job that is ``kept`` does anyway.
 
     Raises:
         ValueError: for options that do not fit, or a record of another run.
@@ -141,7 +147,7 @@ def run_jobs(
             raise ValueError("two jobs of the study have the same name")
         known = {job.name: read_record(records, job) for job in jobs}
         found = {name: record for name, record in known.items() if record is not None}
-        todo = [job for job in jobs if is_missing(job, known[job.name])]
+        todo = [job for job in jobs if is_missing(job, known[job.name], folder)]
         if not todo:
             return found
         if seconds is not None:
@@ -154,15 +160,15 @@ def run_jobs(
         for job in todo:
             with claimed(folder, job.name) as mine:
                 # another process may have ended it since the plan was made
-                if not mine or not is_missing(job, record := read_record(records, job)):
+                if not mine or not is_missing(job, record := read_record(records, job), folder):
                     continue
                 done += 1
                 console.rule(f"run {done} of {done + len(todo) - 1}: {job.name}")
                 run_job(job, folder, record, decoded)
-                if not keep_models:
+                if not keep_models and not job.kept:
                     with join(job.config.device) as process:
                         process.wait()  # those that share the run analyse its model too
-                    shutil.rmtree(folder / "runs" / job.name, ignore_errors=True)
+                    shutil.rmtree(_run_folder(job, folder), ignore_errors=True)
                 break
         else:
             if not waits:
@@ -182,7 +188,7 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
         known: its record, if only analyses are missing.
         decoded: images on the device, shared by the jobs.
     """
-    out = folder / "runs" / job.name
+    out = _run_folder(job, folder)
     config = replace(job.config, out=str(out), resume=True)
     sources = open_sources(config.data, config.seed)._replace(decoded=decoded)
     if known is None or not (out / "model").is_dir():
@@ -233,11 +239,18 @@ def write_record(record: Record, folder: Path) -> None:
     write_atomically(folder / "records" / f"{record['name']}.json", lambda file: file.write(text.encode()))
 
 
-def is_missing(job: Job, record: Record | None) -> bool:
-    """Whether a job has to be run, or an analysis of it."""
+def is_missing(job: Job, record: Record | None, folder: Path) -> bool:
+    """Whether a job has to be run, or an analysis of it, or its model is wanted and not here."""
     if record is None:
         return True
-    return bool(record["scores"]) and any(name not in record["analyses"] for name in job.analyses)
+    if not record["scores"]:  # it diverged, and would again
+        return False
+    gone = job.kept and not (_run_folder(job, folder) / "model").is_dir()
+    return gone or any(name not in record["analyses"] for name in job.analyses)
+
+
+def _run_folder(job: Job, folder: Path) -> Path:
+    return folder / "runs" / job.name
 
 
 def _trained(config: Train, sources: Sources, folder: Path) -> Trained:

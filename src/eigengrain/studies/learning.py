@@ -26,13 +26,26 @@ def curve(record: Record, column: str) -> Curve:
     return [int(row["epoch"]) for row in rows], [row[column] for row in rows]
 
 
-def first_records(setup: Setup, row: Row, complete: bool = False) -> list[Record]:
-    """Of the seeds of a row, under the fair protocol if it was run; ``complete`` are those with a test each epoch."""
+def first_records(setup: Setup, rows: Sequence[Row], complete: bool = False) -> list[list[Record]]:
+    """Of each row those of its seeds, of all rows under the fair protocol if one was run under it.
+
+    Args:
+        setup: of the study.
+        rows: that are compared.
+        complete: whether only runs with a test each epoch count.
+    """
     for protocol in ("fair", "paper"):
-        for _, _, records in setup.results(row, protocol):
-            found = [r for r in records if not complete or len(curve(r, "test_top1")[0]) == len(r["epochs"]) > 0]
-            if found:
-                return found
+        found = [_first(setup, row, protocol, complete) for row in rows]
+        if any(found):
+            return found
+    return [[] for _ in rows]
+
+
+def _first(setup: Setup, row: Row, protocol: str, complete: bool) -> list[Record]:
+    for _, _, records in setup.results(row, protocol):
+        found = [r for r in records if not complete or len(curve(r, "test_top1")[0]) == len(r["epochs"]) > 0]
+        if found:
+            return found
     return []
 
 
@@ -81,30 +94,32 @@ def truncation_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
         "Training accuracy is not recorded; the right panel has the training loss.",
     ]
 
+    panels: dict[str, tuple[dict[str, Curve], dict[str, Curve], dict[str, Curve]]] = {}
+    for data in dict.fromkeys(row.data for row in rows):
+        mine = [row for row in rows if row.data == data]
+        records = dict(zip((row.method for row in mine), first_records(setup, mine), strict=True))
+        lines: dict[str, Curve] = {}
+        tested: dict[str, Curve] = {}
+        losses: dict[str, Curve] = {}
+        for words in GRADIENTS.values():
+            by_count = {count: records[f"{count} truncated, {words}"] for count in counts}
+            top1 = {count: [r["scores"]["test_top1"] for r in each if r["scores"]] for count, each in by_count.items()}
+            means = {count: sum(each) / len(each) for count, each in top1.items() if each}
+            if means:
+                lines[words] = list(means), list(means.values())
+            for record in by_count[counts[-1]][:1]:
+                for curves, column in ((tested, "test_top1"), (losses, "train_loss")):
+                    if (drawn := curve(record, column))[0]:
+                        curves[words] = drawn
+        if lines or losses:
+            panels[data_title(setup, data)] = lines, tested, losses
+
     def draw(path: Path) -> None:
         from eigengrain.studies.study_plot import draw_truncation
 
-        panels: dict[str, tuple[dict[str, Curve], dict[str, Curve], dict[str, Curve]]] = {}
-        for data in dict.fromkeys(row.data for row in rows):
-            lines: dict[str, Curve] = {}
-            tested: dict[str, Curve] = {}
-            losses: dict[str, Curve] = {}
-            for words in GRADIENTS.values():
-                mine = [row for row in rows if row.data == data and row.method.endswith(words)]
-                records = [first_records(setup, row) for row in mine]
-                top1 = [[r["scores"]["test_top1"] for r in each if r["scores"]] for each in records]
-                values = {count: sum(each) / len(each) for count, each in zip(counts, top1, strict=True) if each}
-                if values:
-                    lines[words] = list(values), list(values.values())
-                if records[-1]:
-                    tested[words] = curve(records[-1][0], "test_top1")
-                    losses[words] = curve(records[-1][0], "train_loss")
-            if lines:
-                panels[data_title(setup, data)] = lines, tested, losses
         draw_truncation(panels, counts[-1], path)
 
-    trained = any(first_records(setup, row) for row in rows)
-    return Findings(found.rows, found.tables, notes, draw if trained else None)
+    return Findings(found.rows, found.tables, notes, draw if panels else None)
 
 
 # --- Figure 4 -------------------------------------------------------------------------------------------------------
@@ -167,8 +182,7 @@ def curve_rows(setup: Setup) -> list[Row]:
 def _curves(setup: Setup, rows: Sequence[Row], columns: dict[str, str]) -> dict[str, dict[str, dict[str, list[Curve]]]]:
     """Data set → panel → method → curves of the seeds."""
     panels: dict[str, dict[str, dict[str, list[Curve]]]] = {}
-    for row in rows:
-        records = first_records(setup, row, complete=True)
+    for row, records in zip(rows, first_records(setup, rows, complete=True), strict=True):
         for column, title in columns.items() if records else ():
             panel = f"{NETWORKS[row.backbone].title}, {title}"
             lines = panels.setdefault(data_title(setup, row.data), {}).setdefault(panel, {})
@@ -201,6 +215,8 @@ def imagenet_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
         {"train_loss": "training loss", "test_top1": "test accuracy, %"},
     )
     measured = [row for row in more if row["collapse"] == "abs-max"]
+    network = setup.analysis(analysed, "similarity")
+    protocol = "paper" if network is not None and network[0]["config"]["select"] == "best-test" else "fair"
     csv = [
         *found.rows,
         *(
@@ -213,7 +229,7 @@ def imagenet_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
                 "metric": row["measure"],
                 "scale": row["scale"],
                 "paper": row["paper"],
-                "fair_protocol_mean": row["ours"],
+                f"{protocol}_protocol_mean": row["ours"],
                 **{name: row[name] for name in where_run(None)},
             }
             for row in measured

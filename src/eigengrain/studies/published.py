@@ -163,7 +163,7 @@ TABLE_11 = {
 
 #: head → range of the condition number over the images of Figure 6, as the text gives it for all three data sets
 FIGURE_6 = {"mpncov": (1e8, 1e15), "mpncov+seb": (1e7, 1e8)}
-#: where the small eigenvalues of Figure 6 form a peak, and the share of the last 50 in the sum of all, at most
+#: where the small eigenvalues of Figure 6 form a peak, and the share of the last 50 in the sum of all, mostly below this
 PEAK = 2.0**-18
 ENERGY_OF_LAST = 1e-3
 #: truncated eigenvalues beyond which Figure 1 does not converge

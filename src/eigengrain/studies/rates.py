@@ -63,13 +63,14 @@ def rate_findings(setup: Setup, rows: Sequence[Row]) -> Findings:
         from eigengrain.studies.study_plot import draw_rates
 
         panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
-        for split, images in (("val", "validation images"), ("test", "test images")):
-            for row, tried, _ in searches:
-                scores = {rate: record["scores"] for rate, record in sorted(tried.items()) if record and record["scores"]}
-                if scores:
-                    lines = panels.setdefault(f"{data_title(setup, row.data)}, {images}", {})
-                    rates = [float(f"{rate * row.length**2:.2g}") for rate in scores]
-                    lines[row.method] = rates, [each[f"{split}_top1"] for each in scores.values()]
+        for data in dict.fromkeys(row.data for row in rows):
+            for split, images in (("val", "validation images"), ("test", "test images")):
+                for row, tried, _ in searches:
+                    done = {rate: record["scores"] for rate, record in sorted(tried.items()) if record and record["scores"]}
+                    if row.data == data and done:
+                        lines = panels.setdefault(f"{data_title(setup, data)}, {images}", {})
+                        rates = [float(f"{rate * row.length**2:.2g}") for rate in done]
+                        lines[row.method] = rates, [each[f"{split}_top1"] for each in done.values()]
         scaled = any(row.length != 1 for row, tried, _ in searches if any(tried.values()))
         draw_rates(panels, scaled, path)
 

@@ -9,6 +9,7 @@ import torch
 
 from eigengrain.data.catalogue import find_entry
 from eigengrain.data.config import Transforms
+from eigengrain.models.checkpoint_file import TORCH_SUFFIXES
 from eigengrain.recipes import load_recipe
 from eigengrain.studies.config import StudyRun
 from eigengrain.training.config import Data, Model, Optimiser, Schedule, Train
@@ -196,10 +197,10 @@ def _weights(options: StudyRun, backbone: str) -> str | None:
         return None
     place = Path(options.weights).expanduser()
     if not place.is_dir():
-        return options.weights if backbone == "resnet50" else None
+        return str(place) if backbone == "resnet50" else None
     for name in (NETWORKS[backbone].architecture, backbone):
         for file in sorted(place.glob(f"{name}.*")):
-            if file.is_file():
+            if file.is_file() and file.suffix in (".safetensors", *TORCH_SUFFIXES):
                 return str(file)
     return None
 

@@ -1,6 +1,5 @@
 """Table 8: time and memory of a training step, with the benchmark of ``eigengrain bench step``."""
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -11,10 +10,12 @@ from eigengrain.bench.config import StepBench
 from eigengrain.runtime.environment import describe, pick_device
 from eigengrain.runtime.page import Cell, TableData
 from eigengrain.studies.accuracy import NOT_RUN
-from eigengrain.studies.jobs import write_record
+from eigengrain.studies.jobs import open_record, write_record
 from eigengrain.studies.settings import SMOKE_CHANNELS, SMOKE_IMAGES
 from eigengrain.studies.study import Findings, Row, Setup, where_run
 
+#: of a step that was tried and could not be measured
+NO_NUMBER = "–"
 METHODS = {"isqrt": "iSQRT-COV", "mpncov": "MPN-COV", "mpncov+seb": "MPN-COV + SEB"}
 
 
@@ -45,12 +46,15 @@ def measure(setup: Setup) -> None:
 
 def _records(setup: Setup) -> dict[str, dict[str, Any]]:
     files = [file for place in reversed(setup.places) for file in sorted(place.glob(f"speed-{setup.options.scale}-*.json"))]
-    return {file.stem: json.loads(file.read_text(encoding="utf-8")) for file in files}
+    return {file.stem: open_record(file, ("rows", "environment")) for file in files}
 
 
 def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     """A table for each kind of device that was measured; there are no rows to train."""
-    records = list(_records(setup).values()) or [{"rows": [], "environment": {}}]
+    measured = list(_records(setup).values())
+    for record in measured:
+        setup.note_machine(record)
+    records = measured or [{"rows": [], "environment": {}}]
     csv: list[dict[str, object]] = []
     tables = []
     for record in records:
@@ -64,8 +68,13 @@ def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
                 "head_seconds": row["head_seconds"] if row else None,
                 "mebibytes": (row["held_mib"] or row["peak_mib"]) if row else None,
             }
-            line = [method, f"{seconds:.2f}", _said(ours["seconds"], ".4f"), _said(ours["head_seconds"], ".4f")]
-            lines.append([Cell(text) for text in (*line, str(mebibytes), _said(ours["mebibytes"], ".0f"))])
+            missing = NOT_RUN if row is None else NO_NUMBER
+            said = [
+                missing if ours[key] is None else format(ours[key], form)
+                for key, form in (("seconds", ".4f"), ("head_seconds", ".4f"), ("mebibytes", ".0f"))
+            ]
+            line = [method, f"{seconds:.2f}", *said[:2], str(mebibytes), said[2]]
+            lines.append([Cell(text) for text in line])
             csv.append(
                 {
                     "method": method,
@@ -75,7 +84,7 @@ def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
                     "img_size": row["img_size"] if row else "",
                     "paper_seconds": seconds,
                     "paper_mib": mebibytes,
-                    **{f"ours_{key}": NOT_RUN if value is None else value for key, value in ours.items()},
+                    **{f"ours_{key}": missing if value is None else value for key, value in ours.items()},
                     **where_run(record),
                 }
             )
@@ -87,32 +96,28 @@ def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
     notes = [
         f"Paper: {step.PAPER_SETTING}. Times of different devices are no comparison; their ratios between methods are."
     ]
+    if any(value == NO_NUMBER for row in csv for value in row.values()):
+        notes.append(f"{NO_NUMBER}: the memory of the device was too small, or cannot be counted there.")
     return Findings(csv, tables, notes, _picture(csv))
 
 
-def _said(value: float | None, form: str) -> str:
-    return NOT_RUN if value is None else format(value, form)
-
-
 def _picture(csv: list[dict[str, Any]]) -> Callable[[Path], None] | None:
-    if not any(isinstance(row["ours_seconds"], float) for row in csv):
+    """Times over that of the first method, where that is known."""
+    first = {row["device_name"]: row["ours_seconds"] for row in csv if row["method"] == csv[0]["method"]}
+    units = {name: seconds for name, seconds in first.items() if isinstance(seconds, float)}
+    if not units:
         return None
 
     def draw(path: Path) -> None:
         from eigengrain.studies.study_plot import Dots, draw_dots
 
         panels: dict[str, list[Dots]] = {}
-        for name in dict.fromkeys(row["device_name"] for row in csv):
-            mine = [row for row in csv if row["device_name"] == name]
-            first = mine[0]
-            panels[name] = [
-                Dots(
-                    row["method"],
-                    row["paper_seconds"] / first["paper_seconds"],
-                    {"ours": [row["ours_seconds"] / first["ours_seconds"]]},
-                )
-                for row in mine
-            ]
-        draw_dots(panels, "time of a training step, iSQRT-COV = 1", path)
+        for row in csv:
+            if (name := row["device_name"]) in units:
+                known = isinstance(row["ours_seconds"], float)
+                ours = {"ours": [row["ours_seconds"] / units[name]]} if known else {}
+                panel = panels.setdefault(name, [])
+                panel.append(Dots(row["method"], row["paper_seconds"] / csv[0]["paper_seconds"], ours))
+        draw_dots(panels, f"time of a training step, {csv[0]['method']} = 1", path)
 
     return draw

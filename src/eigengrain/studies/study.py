@@ -20,8 +20,6 @@ from eigengrain.training.config import Train
 _ELSEWHERE = ("compile", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
 #: in the folder of a model
 WEIGHTS = "model.safetensors"
-#: seeds that a report looks for beside those that were asked for
-_SEEDS = range(10)
 
 
 @dataclass(frozen=True)
@@ -99,6 +97,7 @@ class Setup:
         deadline: on the clock of time.perf_counter.
         decoded: images that a device holds, shared by all runs.
         bases: options of a run by backbone and data set, read once.
+        machines: where the runs were made whose records were read, in words.
     """
 
     options: StudyRun
@@ -107,6 +106,7 @@ class Setup:
     deadline: float | None = None
     decoded: Decoded = field(default_factory=dict, repr=False, compare=False)
     bases: dict[tuple[str, str], Train] = field(default_factory=dict, repr=False, compare=False)
+    machines: dict[str, None] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def out(self) -> Path:
@@ -139,22 +139,39 @@ class Setup:
 
     def record(self, job: Job) -> Record | None:
         """Of a job, if there is one."""
-        return read_record(self.places, job, _ELSEWHERE if self.available is None else ())
+        found = read_record(self.places, job, _ELSEWHERE if self.available is None else ())
+        if found is not None:
+            self.note_machine(found)
+        return found
+
+    def note_machine(self, record: Record) -> None:
+        """Where a run of the studies was made."""
+        where = where_run(record)
+        self.machines["{device_name} with torch {torch} and eigengrain {eigengrain}".format(**where)] = None
 
     # --- from a row to runs -------------------------------------------------------------------------------------
 
     def runs(self, row: Row) -> bool:
         """Whether a row is trained if it is not yet."""
         options = self.options
-        if row.head is None:
+        if row.head is None or not self._opens(row.data):
             return False
-        if options.scale != "smoke" and row.data not in (self.available or ()):
+        if row.backbone not in (options.backbones or [row.backbone]) or row.head not in (options.heads or [row.head]):
             return False
-        if row.pretrain and options.scale != "smoke" and "imagenet" not in (self.available or ()):
-            return any(self.pretrained(row, protocol).is_file() for protocol in self.protocols)
-        if options.backbones is None and options.heads is None and options.scale == "small" and not row.core:
-            return False
-        return row.backbone in (options.backbones or [row.backbone]) and row.head in (options.heads or [row.head])
+        if row.pretrain:
+            return self._may_pretrain(row) or any(self._first_weights(row, protocol) for protocol in self.protocols)
+        return self._asked_for(row)
+
+    def _opens(self, data: str) -> bool:
+        return self.options.scale == "smoke" or data in (self.available or ())
+
+    def _asked_for(self, row: Row) -> bool:
+        """At scale small few rows are trained, unless backbones or heads are named."""
+        options = self.options
+        return row.core or options.scale != "small" or options.backbones is not None or options.heads is not None
+
+    def _may_pretrain(self, row: Row) -> bool:
+        return self._opens("imagenet") and self._asked_for(row)
 
     def config(self, row: Row, options: Mapping[str, Any] | None = None) -> Train:
         """The run of a row at the paper's rate, with other options of the head if they are given."""
@@ -169,30 +186,47 @@ class Setup:
         return with_reduction(run)
 
     def pretraining(self, row: Row, protocol: str) -> list[Job]:
-        """Runs on ImageNet that a row starts from; the last of them is the one."""
+        """Runs on ImageNet that a row starts from; when the last of them is one on all images, it is the one."""
         first = Row("imagenet", row.backbone, row.method, row.pretrain)
-        return self.jobs(first, protocol)
+        *others, last = replace(self, seeds=self.seeds[:1]).jobs(first, protocol)
+        return [*others, replace(last, kept=not last.config.data.val_fraction)]
 
-    def pretrained(self, row: Row, protocol: str) -> Path:
-        """The file that the last of them leaves."""
-        return self.out / "runs" / self.pretraining(row, protocol)[-1].name / "model" / WEIGHTS
+    def pretrained(self, row: Row, protocol: str) -> Path | None:
+        """The file that they leave; None while the run that leaves it cannot be named."""
+        last = self.pretraining(row, protocol)[-1]
+        return self.out / "runs" / last.name / "model" / WEIGHTS if last.kept else None
+
+    def _first_weights(self, row: Row, protocol: str) -> Path | None:
+        file = self.pretrained(row, protocol) if row.pretrain else None
+        return file if file is not None and file.is_file() else None
+
+    def _start(self, row: Row, weights: Path | None = None) -> tuple[Train, str]:
+        """The run of a row at the paper's rate, and what its name has after that of the head.
+
+        In which folder the weights of another run are is no matter to a record.
+        """
+        config = self.config(row)
+        if row.pretrain is None:
+            return config, ""
+        first = self.config(Row("imagenet", row.backbone, row.method, row.pretrain)).model
+        model = replace(config.model, weights=str(weights or WEIGHTS), pretrained=False, stride_on=first.stride_on)
+        return replace(config, model=model), "-gcp"
 
     def jobs(self, row: Row, protocol: str) -> list[Job]:
         """The runs of a row that can be named by now: of the fair protocol the last ones follow from the first."""
-        config, suffix = self.config(row), ""
-        if row.pretrain is not None:
-            weights = self.pretrained(row, protocol)
-            if not weights.is_file():
-                return self.pretraining(row, protocol)
-            model = replace(config.model, weights=str(weights), pretrained=False)
-            config, suffix = replace(config, model=model), "-gcp"
+        weights = self._first_weights(row, protocol)
+        jobs = self._own_jobs(row, protocol, *self._start(row, weights))
+        if row.pretrain is None or weights is not None or all(self.record(job) is not None for job in jobs):
+            return jobs
+        return self.pretraining(row, protocol) if self._may_pretrain(row) else []
+
+    def _own_jobs(self, row: Row, protocol: str, config: Train, suffix: str) -> list[Job]:
         if protocol == "paper":
             if row.search:  # one rate for all: there is nothing to choose
                 return []
             config = replace(config, select="best-test", eval_every=1)
             return final_jobs(config, config.optimiser.classifier_lr_scale, self.seeds, row.analyses, suffix)
-        tried = self.tried(row, suffix, config)
-        rate = best_rate(tried, self._known(tried))
+        tried, rate = self._search(row, config, suffix)
         search = [*tried, *rate_jobs(config, row.more_rates, suffix)]
         if rate is None or row.search:
             return search
@@ -209,6 +243,15 @@ class Setup:
             while (rate := further_rate(jobs, self._known(jobs), grid)) is not None:
                 jobs += rate_jobs(config, [rate], suffix)
         return jobs
+
+    def _search(self, row: Row, config: Train, suffix: str) -> tuple[list[Job], float | None]:
+        """Runs by which a rate is chosen, and the rate, if it is by now."""
+        tried = self.tried(row, suffix, config)
+        return tried, best_rate(tried, self._known(tried))
+
+    def chosen_rate(self, row: Row) -> float | None:
+        """Of the fair protocol, if it is chosen by now."""
+        return self._search(row, *self._start(row))[1]
 
     def finals(self, row: Row, config: Train, rate: float, seeds: Sequence[int], suffix: str = "") -> list[Job]:
         """Runs on all images at a rate."""
@@ -232,17 +275,14 @@ class Setup:
         """
         if row.head is None:
             return []
-        config, suffix = self.config(row), "-gcp" if row.pretrain else ""
-        if row.pretrain:  # which folder the weights were in is no matter now
-            config = replace(config, model=replace(config.model, weights=WEIGHTS, pretrained=False))
-        seeds = sorted({*self.seeds, *_SEEDS})
+        config, suffix = self._start(row)
+        seeds = sorted({*self.seeds, *self._recorded_seeds()})
         if protocol == "paper":
             config = replace(config, select="best-test", eval_every=1)
             rate = config.optimiser.classifier_lr_scale
             records = list(self._known(final_jobs(config, rate, seeds, (), suffix)).values())
             return [(rate, None, records)] if records else []
-        tried = self.tried(row, suffix, config)
-        chosen = best_rate(tried, self._known(tried))
+        tried, chosen = self._search(row, config, suffix)
         found: list[tuple[float, bool | None, list[Record]]] = []
         rates = [job.config.optimiser.classifier_lr_scale for job in tried]
         if chosen is not None:
@@ -251,6 +291,11 @@ class Setup:
             records = list(self._known(self.finals(row, config, rate, seeds, suffix)).values())
             found += [(rate, rate == chosen, records)] if records else []
         return found
+
+    def _recorded_seeds(self) -> set[int]:
+        """Of all runs that have a record."""
+        names = (file.stem for place in self.places for file in place.glob("*-s*.json"))
+        return {int(name.rpartition("-s")[2]) for name in names if name.rpartition("-s")[2].isdecimal()}
 
     def scores(self, row: Row, protocol: str) -> list[Score]:
         """Accuracies of a row under a protocol; of several rates only while none is chosen."""
@@ -317,6 +362,12 @@ class Study:
         datasets = setup.options.datasets
         return [row for row in self.all_rows(setup) if datasets is None or row.data in datasets]
 
+    def datasets(self, setup: Setup) -> tuple[str, ...]:
+        """Those of its rows; ImageNet too where networks are trained on it first, unless data sets are named."""
+        rows = self.rows(setup)
+        first = ["imagenet"] if setup.options.datasets is None and any(row.pretrain for row in rows) else []
+        return tuple(dict.fromkeys([*(row.data for row in rows), *first]))
+
     def findings(self, setup: Setup) -> Findings:
         """What the records come to."""
         return self.find(setup, self.rows(setup))
@@ -335,9 +386,9 @@ class Study:
                 continue
             for protocol in setup.protocols:
                 for job in setup.jobs(row, protocol):
-                    same = planned.get(job.name)
-                    analyses = tuple(dict.fromkeys((*(same.analyses if same else ()), *job.analyses)))
-                    planned[job.name] = replace(job, analyses=analyses)
+                    same = planned.get(job.name, job)
+                    analyses = tuple(dict.fromkeys((*same.analyses, *job.analyses)))
+                    planned[job.name] = replace(job, analyses=analyses, kept=job.kept or same.kept)
         return list(planned.values())
 
 
@@ -353,8 +404,13 @@ def check_names(options: StudyRun, rows: Sequence[Row]) -> None:
         ("head", options.heads, [row.head for row in rows if row.head]),
     ):
         for name in wanted or ():
+            if not known:
+                raise ValueError(f"this study has no {kind}s to choose from: leave --{kind.replace(' ', '')}s out")
             if name not in known:
                 raise unknown_name(f"{kind} of this study", name, dict.fromkeys(known))
+    backbones, heads = options.backbones or (), options.heads or ()
+    if backbones and heads and not any(row.backbone in backbones and row.head in heads for row in rows):
+        raise ValueError(f"this study has none of the heads {', '.join(heads)} with a backbone of {', '.join(backbones)}")
 
 
 def where_run(record: Record | None) -> dict[str, object]:
