@@ -13,7 +13,7 @@ from eigengrain.studies.catalogue import STUDIES, find_study
 from eigengrain.studies.comparison import job_name, rate_jobs
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.cost import STATED, Speeds, cost
-from eigengrain.studies.jobs import described
+from eigengrain.studies.jobs import Job, described
 from eigengrain.studies.learning import first_records
 from eigengrain.studies.published import TITLES
 from eigengrain.studies.settings import NETWORKS, base
@@ -77,9 +77,13 @@ def test_a_weights_file_says_whether_a_vgg_has_batch_normalisation(tmp_path):
     (tmp_path / "vgg16.safetensors").touch()
     plain = base(StudyRun(weights=str(tmp_path)), "vgg16", "cub")
     assert (plain.model.backbone, plain.model.pretrained) == ("vgg16", False)
+    assert plain.optimiser.lr < known.optimiser.lr
     (tmp_path / "vgg16_bn.safetensors").touch()
     assert base(StudyRun(weights=str(tmp_path)), "vgg16", "cub").model.backbone == "vgg16_bn"
     assert job_name(plain) == job_name(known) == "vgg16-mpncov-x20-e15-all-s0"
+    report = replace(setup_of(tmp_path), available=None)
+    record(report, Job(job_name(plain), plain), 80.0)
+    assert report.record(Job(job_name(known), known))["scores"]["test_top1"] == 80.0
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])

@@ -13,7 +13,7 @@ from eigengrain.studies.comparison import REACH, best_rate, final_jobs, further_
 from eigengrain.studies.config import StudyRun
 from eigengrain.studies.jobs import Job, Record, read_record
 from eigengrain.studies.published import TITLES
-from eigengrain.studies.settings import NETWORKS, SMOKE_CHANNELS, base, with_reduction
+from eigengrain.studies.settings import NETWORKS, SMOKE_CHANNELS, base, network_name, with_reduction
 from eigengrain.training.config import Train
 
 #: options of a record that a report, which may be made on another machine, need not share
@@ -139,7 +139,7 @@ class Setup:
 
     def record(self, job: Job) -> Record | None:
         """Of a job, if there is one."""
-        found = read_record(self.places, job, _ELSEWHERE if self.available is None else ())
+        found = read_record(self.places, job, _elsewhere(job) if self.available is None else ())
         if found is not None:
             self.note_machine(found)
         return found
@@ -390,6 +390,12 @@ class Study:
                     analyses = tuple(dict.fromkeys((*same.analyses, *job.analyses)))
                     planned[job.name] = replace(job, analyses=analyses, kept=job.kept or same.kept)
         return list(planned.values())
+
+
+def _elsewhere(job: Job) -> tuple[str, ...]:
+    """What a report need not share with a job; the rate of some networks follows from their weights."""
+    network = NETWORKS.get(network_name(job.config.model.backbone))
+    return (*_ELSEWHERE, "optimiser.lr") if network is not None and network.plain else _ELSEWHERE
 
 
 def check_names(options: StudyRun, rows: Sequence[Row]) -> None:
