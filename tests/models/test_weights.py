@@ -61,14 +61,24 @@ def test_checkpoint_of_the_same_model(tmp_path, suffix):
     assert report.new == report.ignored == report.mismatched == ()
 
 
-@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_ema"])
-@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod."])
+@pytest.mark.parametrize("wrapper", ["state_dict", "model", "model_state_dict", "model_ema"])
+@pytest.mark.parametrize("prefix", ["", "module.", "module._orig_mod.", "model.", "model._orig_mod."])
 def test_wrappers_and_prefixes(tmp_path, wrapper, prefix):
     source, target = tiny(), other_values(tiny())
     state = {prefix + k: v for k, v in source.state_dict().items()}
     path = write({wrapper: state, "epoch": 3, "optimizer": {"lr": [0.1]}}, tmp_path / "a.pth")
     load_weights(target, path, strict=True)
     assert equal(source.state_dict(), target.state_dict())
+
+
+def test_network_that_a_training_module_held_with_its_classifier(tmp_path):
+    torch.manual_seed(5)
+    net = timm.create_model("resnet26", num_classes=6, **BIG).eval()
+    state = {f"model.{k}": v for k, v in net.state_dict().items()}
+    model = create_model("resnet26", head="gap", num_classes=6, **BIG).eval()
+    load_weights(model, write({"state_dict": state, "global_step": 3}, tmp_path / "last.ckpt"), strict=True)
+    x = torch.randn(2, 3, 64, 64)
+    torch.testing.assert_close(model(x), net(x))
 
 
 def test_half_precision_becomes_single(tmp_path):

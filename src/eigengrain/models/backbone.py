@@ -9,7 +9,7 @@ from typing import Any
 import timm
 from torch import nn
 
-from eigengrain.models.layout import FeatureLayout
+from eigengrain.models.layout import FeatureLayout, takes_img_size
 from eigengrain.models.names import SOURCES, check_backbone
 from eigengrain.models.probe import Probe, probe
 from eigengrain.models.stride import StrideOn, edit_strides
@@ -102,7 +102,7 @@ def create_backbone(
     return Backbone(
         name=own["architecture"] if name.startswith(SOURCES) else name,
         options=options,
-        img_size=image_shape[1:] if _takes_img_size(net) else None,
+        img_size=image_shape[1:] if takes_img_size(net) else None,
         net=net,
         layout=found.layout,
         channels=found.channels,
@@ -137,7 +137,7 @@ def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dic
         raise ValueError(f"backbone {name!r}: {error}") from error
     except OSError as error:
         raise _out_of_reach(name, error) from error
-    if img_size is not None and not _takes_img_size(net):
+    if img_size is not None and not takes_img_size(net):
         raise _any_size(name)
     return net
 
@@ -165,13 +165,6 @@ def _source_options(name: str) -> dict[str, Any]:
 def _own_description(net: nn.Module) -> dict[str, Any]:
     description: Any = net.pretrained_cfg
     return dict(description)
-
-
-def _takes_img_size(net: nn.Module) -> bool:
-    return (
-        bool(_own_description(net).get("fixed_input_size"))
-        or getattr(getattr(net, "patch_embed", None), "img_size", None) is not None
-    )
 
 
 def _out_of_reach(name: str, error: OSError) -> ValueError:

@@ -13,11 +13,11 @@ from torch import Tensor
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".tar", ".ckpt")
 
 # where training scripts keep the parameters in what they save, in order of preference
-_WRAPPERS = ("state_dict", "model", "model_ema", "state_dict_ema")
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "state_dict_ema")
 
 
 def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
-    """Named tensors of a checkpoint, half precision as float32, without wrappers around them or ``module.`` in names.
+    """Named tensors of a checkpoint, half precision as float32, without wrappers around them or in their names.
 
     Args:
         path: a ``.safetensors`` file, a PyTorch file, or a folder with ``model.safetensors``.
@@ -78,8 +78,11 @@ def _unwrapped(content: object, file: Path) -> dict[str, Tensor]:
 
 
 def _bare_name(name: str) -> str:
-    """Without what DataParallel and torch.compile put around a module, also around an inner one."""
-    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod"))
+    """Without what DataParallel and torch.compile put around a module, also around an inner one, and ``model.`` in front.
+
+    The latter is what a training module calls the network that it holds, as in Lightning.
+    """
+    return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod")).removeprefix("model.")
 
 
 def _single_precision(tensor: Tensor) -> Tensor:

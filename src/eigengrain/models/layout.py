@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 
@@ -45,6 +45,13 @@ def token_grid(net: nn.Module, tokens: int, image_size: tuple[int, int]) -> tupl
             "multiples of the patch size"
         )
     return rows, tokens // rows
+
+
+def takes_img_size(net: nn.Module) -> bool:
+    """Whether a network is built for images of one size, by what it or its patch embedding says."""
+    description: Any = getattr(net, "pretrained_cfg", None) or {}
+    embedding = getattr(net, "patch_embed", None)
+    return bool(dict(description).get("fixed_input_size")) or getattr(embedding, "img_size", None) is not None
 
 
 def detect_layout(net: nn.Module, features: object, name: str) -> FeatureLayout:

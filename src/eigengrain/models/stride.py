@@ -6,6 +6,7 @@ from timm.layers import BlurPool2d, Conv2dSame
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from eigengrain.models.layout import takes_img_size
 from eigengrain.models.probe import Call, Probe, probe
 
 StrideOn = Literal["3x3", "1x1"]
@@ -75,6 +76,8 @@ def remove_last_stride(net: nn.Module, found: Probe, image_shape: tuple[int, int
         raise _refusal(net, name, "its last stage does not halve the map by a stride")
     for call in halving:
         parent, _, child = call.name.rpartition(".")
+        if hasattr(net.get_submodule(parent), "rel_pos_h"):  # a look beyond its end would show with data only
+            raise _refusal(net, name, f"{parent} has a table of relative positions that ends with the map as it is")
         replacement = _without_stride(call.module)
         if replacement is None:
             raise _refusal(net, name, f"{call.name} cannot run at stride 1 without another padding")
@@ -159,6 +162,5 @@ class EvenConv2d(nn.Conv2d):
 
 
 def _refusal(net: nn.Module, name: str, reason: str) -> ValueError:
-    fixed = getattr(getattr(net, "patch_embed", None), "img_size", None) is not None
-    remedy = "create it with a larger img_size" if fixed else "feed larger images"
+    remedy = "create it with a larger img_size" if takes_img_size(net) else "feed larger images"
     return ValueError(f"last_stride=1 is not possible for backbone {name!r}: {reason}. For a larger map {remedy}")
