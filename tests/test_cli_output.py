@@ -161,7 +161,7 @@ def test_json_is_refused_where_there_is_no_result(capsys):
 
 def test_words_after_two_dashes_are_arguments():
     [option] = options_of(Heads)
-    assert named(["--", "-q"], [option], {"pattern": "?"}).options == ["--pattern=-q"]
+    assert named(["--", "-q"], [option], {"pattern": "?"}).texts == {"pattern": "-q"}
     for words in (
         ["-q", "predict", "--checkpoint", "x", "--", "-a.jpg"],
         ["predict", "--checkpoint=x", "-q", "--", "-a.jpg"],
@@ -431,3 +431,21 @@ def test_a_broken_pipe_has_its_code(monkeypatch, capfd):
     finally:
         os.dup2(kept, 1)
         os.close(kept)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+@pytest.mark.parametrize("words", [["datasets"], ["--help"], ["datasets", "--json"]])
+def test_a_full_disk_is_said_in_one_line(words):
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-m", "eigengrain.cli", *words]
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert (done.returncode, done.stderr) == (
+        1,
+        "eigengrain: error: no space is left on the disk: free some, then run it again\n",
+    )
+
+
+def test_any_letters_in_the_names_of_files_and_thousands_of_them():
+    names = ["a\udcff.jpg", "b\x7f\x85.jpg", "null", "[1,2]", "~x", *map(str, range(20_000))]
+    config = cli.parse(["predict", "--checkpoint", "folder", "--", *names]).config
+    assert config.images == names

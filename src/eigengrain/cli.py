@@ -3,6 +3,7 @@
 The commands themselves are in :mod:`eigengrain.commands.catalogue`.
 """
 
+import errno
 import os
 import re
 import signal
@@ -36,6 +37,10 @@ USER_ERRORS: tuple[type[Exception], ...] = (
 )
 #: of these, what no other option, file or folder mends
 FAILURES = (errors.FailedError, errors.NonFiniteError, errors.EigenSolverError, errors.SecondOrderError)
+
+
+#: a full disk, or a full quota
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Request(NamedTuple):
@@ -133,6 +138,8 @@ def _read(command: Command, words: list[str]) -> Request:
     except ArgumentError as error:
         said = _misspelt(words, str(error), known) or _wrong_value(read.options, str(error), options)
         raise ValueError(f"{said or _one_line(str(error))} {see}") from error
+    for name, text in read.texts.items():
+        namespace[name] = text
     for option in options:
         _complete(namespace, option)
     # jsonargparse before 4.49 has another name for it
@@ -248,6 +255,11 @@ def _streams() -> Iterator[None]:
         yield
 
 
+def _abandon_stdout() -> None:
+    """Let what is still to be written go nowhere, so that Python does not fail on it as it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 @_streams()
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code; what the user can mend gets one line on stderr.
@@ -269,8 +281,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: stopped by SIGTERM", file=sys.stderr)
         return 128 + signal.SIGTERM
     except BrokenPipeError:  # the reader has seen enough, as in 'eigengrain models | head'
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _abandon_stdout()
         return BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        try:
+            sys.stdout.flush()
+        except OSError:  # it is stdout that goes to the full disk
+            _abandon_stdout()
+        where = f" for {error.filename}" if error.filename else ""
+        print(f"{PROGRAM}: error: no space is left on the disk{where}: free some, then run it again", file=sys.stderr)
+        return FAILED
     except USER_ERRORS as error:
         message = str(error) if isinstance(error, errors.LayoutError) else _one_line(str(error))
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)

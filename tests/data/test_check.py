@@ -109,7 +109,7 @@ def test_a_folder_of_any_layout(damaged, tmp_path, capsys):
     text = capsys.readouterr().out
     assert "train: 6 images in 2 folders\ntest: 4 images in 2 folders\n" in text
     assert "left out, as not named as images: 2 (.heic, .txt)" in text
-    assert "2 unreadable, 1 truncated, 2 duplicate, 2 folders without images" in text
+    assert "2 unreadable, 1 truncated, 2 duplicate, 2 folders without images to read" in text
     with out.open(newline="") as file:
         kinds = {str(Path(row["path"]).relative_to(damaged)): row["kind"] for row in csv.DictReader(file)}
     assert kinds == {
@@ -133,7 +133,7 @@ def test_a_folder_of_any_layout(damaged, tmp_path, capsys):
 def test_images_beside_the_splits_are_looked_at_too(damaged, capsys):
     (damaged / "cover.jpg").touch()
     assert run(Datasets("check", str(damaged), workers=0)) == 1
-    assert "other: 1 images in 1 folders" in capsys.readouterr().out
+    assert "other: 1 image in 1 folder" in capsys.readouterr().out
     assert run(Datasets("check", str(damaged), split="test", workers=0)) == 1
     text = capsys.readouterr().out
     assert "test: 4 images" in text

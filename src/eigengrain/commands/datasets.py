@@ -12,6 +12,7 @@ from eigengrain.data.catalogue import ENTRIES, Entry, find_entry
 from eigengrain.data.files import printable
 from eigengrain.errors import unknown_name
 from eigengrain.runtime import output
+from eigengrain.runtime.words import counted
 
 if TYPE_CHECKING:
     from eigengrain.data import ImageSet
@@ -121,7 +122,7 @@ def check(config: Datasets) -> int:
     _say(*found.said)
     kinds = Counter(problem.kind for problem in problems)
     counts = [f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")]
-    counts += [f"{kinds['empty']} folders without images"] if kinds["empty"] else []
+    counts += [f"{counted(kinds['empty'], 'folder')} without images to read"] if kinds["empty"] else []
     _say(", ".join(counts), *(f"  {line}" for line in shown[:SHOWN]))
     if len(problems) > SHOWN:
         _say(f"  … and {len(problems) - SHOWN} more{'' if out else '; all of them with --out FILE.csv'}")
@@ -177,7 +178,7 @@ def _open_folder(config: Datasets) -> _Found:
     if not splits:
         there = ", ".join(split.split for split in tree.splits)
         raise ValueError(f"{place} has no folder for --split {config.split}: leave it out (there is {there})")
-    said = [f"{split.split}: {len(split):,} images in {len(split.classes):,} folders" for split in splits]
+    said = [f"{split.split}: {counted(len(split), 'image')} in {counted(len(split.classes), 'folder')}" for split in splits]
     if tree.others:
         most = ", ".join(list(tree.others)[:5]) + (", …" if len(tree.others) > 5 else "")
         said.append(f"left out, as not named as images: {sum(tree.others.values()):,} ({most})")

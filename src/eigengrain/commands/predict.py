@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     from eigengrain.models import CovarianceNet
 
-#: rows of the table on the terminal
+#: rows of the table on the terminal, and places in a message
 SHOWN = 10
 
 
@@ -274,7 +274,8 @@ def run(config: Predict) -> int:
     """``eigengrain predict``: 0 if every image was classified, 1 if one could not be read."""
     paths, missing = find_images(config.images)
     if not paths:
-        raise ValueError("; ".join(f"{printable(m.path)}: {m.problem}" for m in missing))
+        more = f"; and {len(missing) - SHOWN} more like these" if len(missing) > SHOWN else ""
+        raise ValueError("; ".join(f"{printable(m.path)}: {m.problem}" for m in missing[:SHOWN]) + more)
     import torch
 
     from eigengrain.runtime.display import progress_bar

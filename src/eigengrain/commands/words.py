@@ -1,6 +1,7 @@
 """From what was typed to options by name: arguments without a name, lists, and the switches of every command."""
 
 import json
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_origin
 
@@ -10,9 +11,10 @@ QUIET, JSON = ("-q", "--quiet"), ("--json",)
 
 
 class Words(NamedTuple):
-    """Options for the parser, and how the command is to speak."""
+    """Options for the parser, texts that it need not read, and how the command is to speak."""
 
     options: list[str]
+    texts: dict[str, str | list[str]]
     quiet: bool
     json: bool
 
@@ -20,12 +22,13 @@ class Words(NamedTuple):
 def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[str, str]) -> Words:
     """Every word as an option by its name.
 
-    A list may be written with brackets, ``[1,2]``, or with commas alone, ``1,2``.
+    A list may be written with brackets, ``[1,2]``, or with commas alone, ``1,2``. What has no name is a text and taken as
+    it is: there may be thousands of files, with any letters in their names.
 
     Args:
         words: what follows the name of a command.
         options: of the command.
-        positional: options that may be given without their name, and how many of them: ? or *.
+        positional: texts that may be given without their name, and how many of each: ? for one, * for any number.
 
     Raises:
         ValueError: for a word that nothing stands for, or something that is given both ways.
@@ -33,16 +36,19 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
     Example:
         >>> options = [Option("name", "", str, ""), Option("sizes", "", list[int], [])]
         >>> named(["birds", "--sizes", "1,2", "-q"], options, {"name": "?"})
-        Words(options=['--sizes=[1,2]', '--name=birds'], quiet=True, json=False)
+        Words(options=['--sizes=[1,2]'], texts={'name': 'birds'}, quiet=True, json=False)
     """
     known = {option.name: option for option in options}
     # --data FILE holds the options --data.name, --data.root and so on
     holders = {option.name[:place] for option in options for place, letter in enumerate(option.name) if letter == "."}
-    found, loose, typed = [], [], set()
+    found: list[str] = []
+    loose: list[str] = []
+    typed: set[str] = set()
+    texts: dict[str, str | list[str]] = {}
     quiet = as_json = False
-    rest = list(words)
+    rest = deque(words)
     while rest:
-        word = rest.pop(0)
+        word = rest.popleft()
         if word == "--":
             loose += rest
             break
@@ -61,7 +67,7 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
             found.append(word)  # its value is missing
         else:
             typed.add(name)
-            value = value if given else rest.pop(0)
+            value = value if given else rest.popleft()
             found.append(f"--{name}={_listed(value, option) if option else value}")
     for name, many in positional.items():
         if not loose:
@@ -69,12 +75,12 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
         mine, loose = (loose, []) if many == "*" else (loose[:1], loose[1:])
         if typed & {name, f"{name}+"}:
             raise ValueError(f"{mine[0]!r} and --{name} say the same thing twice: give one of them")
-        found.append(f"--{name}={json.dumps(mine, ensure_ascii=False) if known[name].is_list else mine[0]}")
+        texts[name] = mine if many == "*" else mine[0]
     if loose:
         takes = ", ".join(name.upper() for name in positional)
         expected = f"besides options there is {takes} only" if takes else "only options are expected here"
         raise ValueError(f"unexpected argument {loose[0]!r}: {expected}")
-    return Words(found, quiet, as_json)
+    return Words(found, texts, quiet, as_json)
 
 
 def _listed(value: str, option: Option) -> str:
