@@ -393,3 +393,30 @@ def test_a_config_cannot_lead_to_other_files_or_a_hub(tmp_path):
     config["model"] |= {"weights": "/no/such/file", "pretrained": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert from_pretrained(tmp_path).num_classes == 2
+
+
+@pytest.mark.parametrize(
+    "around", [torch.nn.DataParallel, torch.compile, lambda m: torch.nn.DataParallel(torch.compile(m))]
+)
+def test_what_is_put_around_a_model_is_not_saved(tmp_path, around):
+    model = other_values(tiny())
+    save_pretrained(around(model), tmp_path)
+    read = from_pretrained(tmp_path)
+    for name, value in model.state_dict().items():
+        assert torch.equal(read.state_dict()[name], value)
+
+
+def test_models_that_are_none_and_places_that_are_taken(tmp_path):
+    with pytest.raises(ValueError, match=r"save_pretrained takes a model of create_model, got Linear"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path)
+    (tmp_path / "file").write_text("")
+    for place in ("file", "file/below"):
+        with pytest.raises(ValueError, match="there is a file in its place: name another"):
+            save_pretrained(tiny(), tmp_path / place)
+
+
+def test_the_end_of_a_name_in_capitals(tmp_path):
+    saved, model = other_values(tiny()).state_dict(), tiny()
+    torch.save(saved, tmp_path / "MODEL.PTH")
+    load_weights(model, tmp_path / "MODEL.PTH")
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())

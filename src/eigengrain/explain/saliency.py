@@ -26,6 +26,7 @@ from eigengrain.functional.spectral import check_cut
 from eigengrain.heads import CovarianceHead, Head
 from eigengrain.heads.scaling import MatrixFactor
 from eigengrain.models import CovarianceNet
+from eigengrain.models.model import check_bare
 
 try:
     from captum.attr import GradientAttribution
@@ -93,7 +94,7 @@ class EigenSaliency(GradientAttribution):
     """
 
     def __init__(self, model: CovarianceNet, rule: str = "vanilla"):
-        _check_model(model)
+        check_bare(model, "saliency")
         check_rule(rule)
         super().__init__(model)
         self.model, self.rule = model, rule
@@ -202,7 +203,7 @@ def attribute_rules(
         >>> found["deconv"].maps["last:2"].shape, found["vanilla"].targets
         (torch.Size([2, 3, 64, 64]), tensor([1, 1]))
     """
-    _check_model(model)
+    check_bare(model, "saliency")
     _check_images(inputs, model)
     request = _Request(
         model=model,
@@ -449,14 +450,6 @@ def _keep(head: Head, subset: EigenSubset, cut: str) -> None:
         raise ValueError(
             f"{type(head).__name__} has no eigenvalues, so no subset '{subset}' of them: use subset='all', or a model with "
             "the head 'mpncov'"
-        )
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, CovarianceNet):
-        raise ValueError(
-            f"saliency takes a model of create_model, got {type(model).__name__}: take it out of what was put around it "
-            "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)"
         )
 
 

@@ -30,9 +30,10 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         file = file / "model.safetensors"
     if not file.is_file():
         raise ValueError(f"there is no weights file {str(file)!r}")
-    if file.suffix == ".safetensors":
+    suffix = file.suffix.lower()
+    if suffix == ".safetensors":
         content = _read_safetensors(file)
-    elif file.suffix in TORCH_SUFFIXES:
+    elif suffix in TORCH_SUFFIXES:
         content = _read_torch(file)
     else:
         raise ValueError(f"weights are read from .safetensors or {', '.join(TORCH_SUFFIXES)} files, got {str(file)!r}")

@@ -25,7 +25,7 @@ from eigengrain.errors import FailedError
 from eigengrain.heads import create_head, list_heads
 from eigengrain.models import onnx_file
 from eigengrain.models.backbone import ImageSize
-from eigengrain.models.model import CovarianceNet
+from eigengrain.models.model import CovarianceNet, check_bare
 from eigengrain.models.pretrained import current_config
 
 #: the largest relative error of the scores that a written file may have
@@ -124,7 +124,7 @@ def deployable(model: CovarianceNet) -> CovarianceNet:
         >>> deployable(model).head.solver, model.head.solver, model.training
         ('products', 'auto', True)
     """
-    _check_model(model)
+    check_bare(model, "export")
     deployed = _for_inference(model)
     try:
         deployed.head.use_products()
@@ -133,14 +133,6 @@ def deployable(model: CovarianceNet) -> CovarianceNet:
         others = "" if name in can else f". Heads that can: {', '.join(can)}"
         raise ValueError(f"head {name!r} cannot be exported: {error}{others}") from error
     return deployed
-
-
-def _check_model(model: object) -> None:
-    if not isinstance(model, CovarianceNet):
-        raise ValueError(
-            f"export takes a model of create_model, got {type(model).__name__}: take it out of what was put around it "
-            "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)"
-        )
 
 
 def _for_inference(model: CovarianceNet) -> CovarianceNet:

@@ -207,3 +207,20 @@ class CovarianceNet(nn.Module):
                 f"{'last_stride=1, ' if strided else ''}larger images, or reduce={max(positions - 1, 1)} or less",
                 stacklevel=2,
             )
+
+
+def check_bare(model: object, taker: str) -> None:
+    """See that a model is one of :func:`create_model`, with nothing around it.
+
+    Args:
+        model: what was given.
+        taker: who takes it, for the message.
+
+    Raises:
+        ValueError: for anything else, such as a model in ``DistributedDataParallel``.
+    """
+    if not isinstance(model, CovarianceNet):
+        raise ValueError(
+            f"{taker} takes a model of create_model, got {type(model).__name__}: take it out of what was put around it "
+            "(model.module of DistributedDataParallel, model._orig_mod of torch.compile)"
+        )

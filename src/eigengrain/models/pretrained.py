@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 import eigengrain
 from eigengrain.heads import CovarianceHead
 from eigengrain.models.factory import create_model
-from eigengrain.models.model import CovarianceNet
+from eigengrain.models.model import CovarianceNet, check_bare
 from eigengrain.models.weights import load_weights
 
 WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
@@ -22,12 +22,13 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
     """Write a model to a folder: ``model.safetensors``, and ``config.json`` with architecture, classes, preprocessing.
 
     Args:
-        model: from :func:`create_model`.
+        model: from :func:`create_model`, also in DistributedDataParallel or torch.compile.
         folder: made if it is not there.
         class_names: in the order of the scores; the model's own if None.
 
     Raises:
-        ValueError: if the names are not as many as the classes, or the model was made with options that JSON cannot hold.
+        ValueError: if the names are not as many as the classes, the model was made with options that JSON cannot hold or
+            has something else around it, or there is a file in the place of the folder.
 
     Example:
         >>> import tempfile
@@ -38,6 +39,9 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
         ...     from_pretrained(folder).class_names
         ['sparrow', 'wren']
     """
+    while not isinstance(model, CovarianceNet) and (inner := _inside(model)) is not None:
+        model = inner
+    check_bare(model, "save_pretrained")
     names = model.class_names if class_names is None else list(class_names)
     _check_names(names, model)
     config = {
@@ -54,7 +58,10 @@ def save_pretrained(model: CovarianceNet, folder: str | os.PathLike[str], class_
     except TypeError as error:
         raise ValueError(f"the model's options must be plain values to be saved: {error}") from error
     path = Path(folder)
-    path.mkdir(parents=True, exist_ok=True)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise ValueError(f"{str(folder)!r} is to be a folder, and there is a file in its place: name another") from error
     # copies, because a module that is shared has several names, and the format refuses two of one memory
     state = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
@@ -107,6 +114,11 @@ def from_pretrained(folder: str | os.PathLike[str]) -> CovarianceNet:
     model.class_names = config.get("label_names")
     _check_names(model.class_names, model)
     return model.eval()
+
+
+def _inside(model: Any) -> Any:
+    """What DistributedDataParallel, DataParallel or torch.compile was put around, or None."""
+    return getattr(model, "module", getattr(model, "_orig_mod", None))
 
 
 def _check_names(names: object, model: CovarianceNet) -> None:
