@@ -182,7 +182,7 @@ def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):
     plan = capsys.readouterr().out
     assert "12 training, 3 validation, 15 test images, 3 classes" in plan
     assert "backbone 0.006" in plan
-    assert "classifier 0.06" in plan
+    assert "classifier 0.006" in plan
     assert "cosine, 1 epoch of 3 updates" in plan
     assert "map (96, 2, 2) -> vector 6" in plan
     assert "an epoch" in plan
