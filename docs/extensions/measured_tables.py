@@ -48,7 +48,7 @@ def rounded(text: str) -> str:
     if not re.fullmatch(r"-?\d+\.\d+", text):
         return text
     value = float(text)
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:#.3g}".rstrip(".")
 
 
 class Measured(SphinxDirective):

@@ -57,6 +57,8 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> "Train
         place = values
         for parent in parents:
             place = place.setdefault(parent, {})
+            if not isinstance(place, dict):
+                raise ValueError(f"there is no option {option!r}: {parent!r} has no options of its own")
         place[last] = value
     return from_mapping(values)
 
