@@ -38,6 +38,15 @@ def test_newton_schulz_gradients_of_any_order():
     assert hessian.abs().max() > 0
 
 
+@pytest.mark.parametrize("f", [newton_schulz, mpa_sqrt, mtp_sqrt, quintic_sqrt])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_what_is_not_finite_is_not_taken_for_zero(f, bad):
+    p = P.clone()
+    p[1, 2, 2] = bad
+    assert f(p)[1].isnan().all()
+    assert torch.equal(f(p)[0], f(P)[0])
+
+
 def test_five_steps_are_no_square_root():
     p = torch.diag(torch.tensor([1 - 1e-4, 1e-4], dtype=F64))
     share = newton_schulz(p, 5)[1, 1] / 1e-2

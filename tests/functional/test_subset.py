@@ -58,6 +58,9 @@ def test_relative_gap():
     assert torch.allclose(EigenSubset.parse("top:2").relative_gap(values), torch.tensor([0.05, 0.5]))
     assert torch.allclose(EigenSubset.parse("top:1+last:1").relative_gap(values), torch.tensor([0.5, 0.0]))
     assert EigenSubset.all().relative_gap(values).isinf().all()
+    short = torch.tensor([[4.0, 2.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])  # a cut between zeros cuts nothing
+    assert torch.equal(EigenSubset.parse("top:1+last:1").relative_gap(short), torch.tensor([0.5, 1.0]))
+    assert EigenSubset.parse("last:1").relative_gap(short).isnan().all()
 
 
 @pytest.mark.parametrize(

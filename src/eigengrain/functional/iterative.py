@@ -120,7 +120,7 @@ def newton_schulz(P: Tensor, steps: int = 5, *, dtype: torch.dtype = torch.float
     scale = products.nonzero(trace)
     with full_precision(p):
         y = products.newton_schulz(p / scale, steps)
-    return torch.where(trace > 0, y * scale.sqrt(), 0.0).reshape(P.shape).to(P.device, output_dtype(P))
+    return torch.where(trace <= 0, 0.0, y * scale.sqrt()).reshape(P.shape).to(P.device, output_dtype(P))
 
 
 def quintic_sqrt(P: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ def _published_approximant(P: Tensor, who: str, root: Callable[[Tensor], Tensor]
         norm = torch.linalg.matrix_norm(p, keepdim=True)
         scale = products.nonzero(norm)
         # I − P/‖P‖_F: the approximants expand √(1 − z) about z = 0
-        q = torch.where(norm > 0, root(products.plus_identity(-p / scale, 1.0)) * scale.sqrt(), 0.0)
+        q = torch.where(norm == 0, 0.0, root(products.plus_identity(-p / scale, 1.0)) * scale.sqrt())
     return root_with_lyapunov(p, q, scale.sqrt()).reshape(P.shape).to(P.device, output_dtype(P))
 
 
