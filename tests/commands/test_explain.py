@@ -203,6 +203,20 @@ def test_perturbed_images_as_a_panel_and_films(checkpoint, tmp_path, monkeypatch
     assert "data:image/gif" not in (one / "gallery.html").read_text(encoding="utf-8")  # too heavy for the page
 
 
+def test_what_an_earlier_call_left_is_kept_and_said(checkpoint, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(explain_pictures, "ROWS", 2)
+    first = Explain(checkpoint, count=6, measure_count=2, rules=["vanilla"], out=str(tmp_path), **QUICK)
+    run(first)
+    assert "earlier call" not in capsys.readouterr().err
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.*")}
+    run(replace(first, count=1, measure_count=0))
+    said = capsys.readouterr().err
+    left = "panel-exact-2.png, panel-exact-3.png, measures-images.csv and 1 more"
+    assert f"note: of an earlier call, and not on the page: {left}" in said
+    for name in ("panel-exact-2.png", "panel-exact-3.png", "measures.csv"):
+        assert (tmp_path / name).read_bytes() == before[name]
+
+
 def test_a_training_folder_says_its_images_also_by_the_model_in_it(tmp_path, monkeypatch):
     folder = tmp_path / "run"
     changes = {"data.options": BIRDS, "data.transforms.img_size": 32, "model.reduce": 8, "out": str(folder)}

@@ -285,6 +285,17 @@ def test_mistakes(explained, tmp_path, net):
 # perturbed images
 
 
+@pytest.mark.parametrize(
+    ("subsets", "compared"), [(["all", "last:3"], True), (["all"], False), (["top:5", "last:3"], False)]
+)
+def test_the_note_speaks_of_numbers_only_where_they_are(subsets, compared, tmp_path, monkeypatch):
+    image = made(maps={"vanilla": {subset: torch.ones(8, 8) for subset in subsets}})
+    figure = figure_of(monkeypatch, lambda: draw_panel([image], tmp_path / "p.png"))
+    texts = [text.get_text().replace("\n", " ") for text in figure.texts]
+    assert any(text.startswith("×") for text in texts) is compared
+    assert any("Under a map" in text for text in texts) is compared
+
+
 def test_a_panel_of_perturbed_images_shows_image_steps_and_losses(net, tmp_path, monkeypatch):
     images, _ = birds(net)
     results = [EigenPerturbation(net).perturb(images[:2], way, 5, 10, snapshots=11) for way in ("large", "small")]
@@ -296,7 +307,7 @@ def test_a_panel_of_perturbed_images_shows_image_steps_and_losses(net, tmp_path,
     captions = [text for text in texts if text.startswith(("a.png", "b.png"))]
     for i, caption in enumerate(captions):
         first, last = (module._number(results[1].losses[place, i].item()) for place in (0, -1))
-        assert f"l₂ from {first} to {last}" in caption
+        assert f"l₂ from {first} to {last} at step 9" in caption  # not that of step 10, which nobody has measured
     shown = [axes.images[0].get_array() for axes in figure.axes]
     assert len(shown) == 2 * 7
     assert (shown[0] == pixels[0].permute(1, 2, 0).numpy()).all()

@@ -16,6 +16,7 @@ from torch import nn
 from eigengrain.errors import NonFiniteError
 from eigengrain.explain import RULES, EigenSaliency, attribute_rules
 from eigengrain.functional import EigenSubset
+from eigengrain.heads import CovarianceHead
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.backbone import Backbone
 from eigengrain.models.layout import FeatureLayout
@@ -284,6 +285,31 @@ def test_other_factors_add_up():
             assert distance(whole, EigenSaliency(model).attribute(x, target=0, subset=subset)) < 1e-9
 
 
+class UnitHead(CovarianceHead):
+    def pool(self, x):
+        return F.normalize(super().pool(x), dim=1)
+
+
+class Cosine(nn.Linear):
+    def forward(self, x):
+        return F.linear(F.normalize(x, dim=1), self.weight)
+
+
+@pytest.mark.parametrize(("part", "kind"), [("head", UnitHead), ("classifier", Cosine)])
+def test_parts_made_from_ours_are_explained_as_they_are(part, kind):
+    model, x = make(), images(1)
+    getattr(model, part).__class__ = kind
+
+    def scores(moved, subset):
+        model.head.subset = subset
+        with torch.no_grad():
+            return model(moved)[:, 2].numpy()
+
+    found = EigenSaliency(model).attribute_subsets(x, ["all", "top:2", "last:3"], 2)  # a partition that does not add up
+    for subset, signed in found.maps.items():
+        assert distance(signed, differences(lambda moved, subset=subset: scores(moved, subset), x)) < 1e-6
+
+
 def test_short_rank_is_an_identity():
     """Four eigenvalues of seven channels are not zero: the others have no map, and the four have that of all."""
     torch.manual_seed(0)
@@ -338,9 +364,9 @@ def test_targets():
         headless.attribute(x)
 
 
-@pytest.mark.parametrize("head", ["mpncov", "logcov"])
-def test_gaps(head):
-    model, x = make(head), images()
+@pytest.mark.parametrize(("head", "options"), [("mpncov", {}), ("logcov", {}), ("mpncov+seb", {"factor": "mlp-matrix"})])
+def test_gaps(head, options):
+    model, x = make(head, **options), images()
     reduced = model.head.reduce(model.forward_features(x)).flatten(2).detach()
     spectra = [np.linalg.eigvalsh(np.cov(item.numpy(), bias=True))[::-1] for item in reduced]
     found = EigenSaliency(model).attribute_subsets(x, ["top:2", "all", "top:1+last:2"])

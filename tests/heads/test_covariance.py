@@ -179,8 +179,11 @@ def test_constant_maps_are_finite_for_every_system():
         (lambda: create_head("mpncov+seb", 4, factor="mlp"), "unknown scaling factor 'mlp': did you mean"),
         (lambda: create_head("mpncov", 4, subset="top:5"), "asks for 5 of 4 eigenvalues"),
         (lambda: create_head("isqrt", 4, subset="top:2"), "no eigenvalues to choose from: use 'mpncov'"),
-        (lambda: create_head("mpa", 4, degree=0)(torch.randn(2, 4, 3, 3)), "mpa_sqrt needs a degree of at least 1, got 0"),
-        (lambda: create_head("mtp", 4, degree=0)(torch.randn(2, 4, 3, 3)), "mtp_sqrt needs a degree of at least 1, got 0"),
+        (lambda: create_head("mpa", 4, degree=0), "the head needs a degree of at least 1, got 0"),
+        (lambda: create_head("isqrt", 4, steps=0), "the head needs a number of steps of at least 1, got 0"),
+        (lambda: create_head("mpncov", 4, solver="egih"), "unknown solver 'egih': did you mean 'eigh'"),
+        (lambda: create_head("isqrt", 4, cut="projektor"), "unknown cut 'projektor': did you mean 'projector'"),
+        (lambda: create_head("logcov", 4, epsilon=-1e-3), "epsilon must be at least 0, got -0.001"),
         (lambda: create_head("mpncov", 0), "in_channels must be a whole number of at least 1, got 0"),
         (
             lambda: create_head("mpncov", 4)(torch.randn(2, 3, 5, 5)),
@@ -211,3 +214,14 @@ def test_several_subsets_at_once_are_each_by_itself(options, positions):
     head.subset = "top:2"
     head.pool_subsets(head.reduce(x), ["all"])
     assert str(head.subset) == "top:2"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}, {"normalise": "log"}]
+)
+def test_eigenvalues_beyond_the_rank_are_zero(options):
+    """Not what rounding leaves of them: a gap between two such numbers would look like one between eigenvalues."""
+    torch.manual_seed(0)
+    _, eigenvalues = CovarianceHead(6, **options).pool_subsets(torch.randn(3, 6, 2, 2), ["all", "last:2"])
+    assert eigenvalues[:, :3].min() > 1e-3
+    assert not eigenvalues[:, 3:].any()

@@ -146,6 +146,15 @@ def test_zero_features_and_zero_positions_are_finite():
     assert not out[0, 1:].any()
 
 
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_features_that_diverged_are_not_taken_for_zero(bad):
+    x = features(2, 5, 3, 3, dtype=torch.float32)
+    x[1, 2, 1, 1] = bad
+    out = KernelPooling(5, sizes=16)(x)
+    assert torch.isfinite(out[0]).all()
+    assert out[1].isnan().all()
+
+
 def test_layouts_dtypes_and_batch_of_one():
     x = features(2, 6, 3, 5, dtype=torch.float32)
     head = KernelPooling(6, sizes=32)

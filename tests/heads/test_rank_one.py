@@ -113,6 +113,17 @@ def test_the_direction_is_found_at_every_scale(scale):
     torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_features_that_diverged_are_not_taken_for_zero(compact, bad):
+    """The loss would stay finite while every weight becomes NaN."""
+    x = features(2, 5, 3, 3, dtype=torch.float32)
+    x[1, 2, 1, 1] = bad
+    out = RankOneUpdatePooling(5, compact=compact)(x)
+    assert torch.isfinite(out[0]).all()
+    assert out[1].isnan().all()
+
+
 def test_unit_in_single_precision():
     v = torch.tensor([[3.0, 4.0]]) * torch.tensor([[1e-30], [1e30]])
     torch.testing.assert_close(unit(v), torch.tensor([[0.6, 0.8]]).expand(2, 2))

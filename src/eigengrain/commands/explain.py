@@ -4,6 +4,7 @@ This is the door to the command; beside it are its options, images, plan, measur
 """
 
 import warnings
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -55,11 +56,23 @@ def run(config: Explain) -> None:
     written = [*drawn, *files, page]
     for path in written:
         console.print(str(path), soft_wrap=True, highlight=False, markup=False)
-    notes = [*plan.source.problems, *dict.fromkeys(str(warning.message) for warning in told)]
+    notes = [
+        *plan.source.problems,
+        *dict.fromkeys(str(warning.message) for warning in told),
+        *_earlier(page.parent, written),
+    ]
     for note in notes:
         said = f"note: {' '.join(note.split())}"
         output.progress().print(said, soft_wrap=True, highlight=False, markup=False)
     output.result({"measures": summaries(surveys), "files": written, "notes": notes}, [page])
+
+
+def _earlier(folder: Path, written: Sequence[Path]) -> list[str]:
+    """A note on pictures and measures that an earlier call left in the folder, which the page does not speak of."""
+    kinds = ("*.png", "*.gif", "measures*.csv")
+    names = [path.name for kind in kinds for path in sorted(folder.glob(kind)) if path not in written]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return [f"of an earlier call, and not on the page: {', '.join(names[:3])}{more}"] if names else []
 
 
 def _check_installed() -> None:

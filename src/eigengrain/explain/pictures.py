@@ -87,8 +87,10 @@ def draw_panel(images: Sequence[Explained], path: str | os.PathLike[str], scale:
     note = (
         f"Gradient of the {what} with a subset of the {first.channels} eigenvalues kept: the largest absolute value of the "
         f"three colours, over the image in grey. Cut: {cut[first.cut]}. Colour: {shared}, by the square root, brightest "
-        f"from the {PERCENTILE:g}th percentile on. Under a map: its norm over that of all eigenvalues."
+        f"from the {PERCENTILE:g}th percentile on."
     )
+    if any("all" in maps and len(maps) > 1 for maps in first.maps.values()):
+        note += " Under a map: its norm over that of all eigenvalues."
     return save(compose(groups, lines, note, bar=True), path)
 
 
@@ -131,8 +133,11 @@ def draw_perturbed(
 
 
 def _losses(result: Perturbed, image: int) -> str:
-    first, last = result.losses[0, image].item(), result.losses[-1, image].item()
-    return f"{'l₁' if result.toward == 'large' else 'l₂'} from {_number(first)} to {_number(last)}"
+    """The first and the last loss that were measured; the last is that before the last step."""
+    name, losses = "l₁" if result.toward == "large" else "l₂", result.losses[:, image].tolist()
+    if len(losses) == 1:
+        return f"{name} {_number(losses[0])} at step 0"
+    return f"{name} from {_number(losses[0])} to {_number(losses[-1])} at step {len(losses) - 1}"
 
 
 def _number(value: float) -> str:

@@ -269,14 +269,16 @@ def _at_features(request: _Request, features: Tensor) -> tuple[_Maps, dict[str, 
         with torch.no_grad():
             targets = model.forward_head(leaf).argmax(1)
 
-    shared = isinstance(head, CovarianceHead) and head.learned_factor is None
     gradients: _Maps = {rule: {} for rule in request.rules}
     eigenvalues: Tensor | None = None
-    if shared:
+    if type(head) is CovarianceHead and head.learned_factor is None:
         model.warn_of_short_rank(leaf)
         targets, eigenvalues = _through_one_decomposition(request, features, leaf, names, targets, gradients)
     else:
         targets = _through_each_head(request, features, leaf, names, targets, gradients)
+        if isinstance(head, CovarianceHead):
+            with torch.no_grad():
+                eigenvalues = head.eigenvalues(head.reduce(leaf))
     uncut = torch.full((len(leaf),), float("inf"), device=leaf.device)
     gaps = {
         name: uncut if eigenvalues is None else subset.relative_gap(eigenvalues) for name, subset in request.subsets.items()
@@ -407,10 +409,10 @@ def _partition(request: _Request) -> _Partition | None:
     """Three subsets asked for whose maps add up under plain backpropagation, if there are."""
     model, head = request.model, request.model.head
     linear = (
-        isinstance(head, CovarianceHead)
+        type(head) is CovarianceHead  # classes made from these two may do anything else
         and head.gradient.name == "exact"  # published rules are not additive across a cut
         and not isinstance(head.learned_factor, MatrixFactor)  # a factor from what is kept
-        and isinstance(model.classifier, nn.Linear)
+        and type(model.classifier) is nn.Linear
     )
     # images are mixed within a pass, so each must go its own way: no batch statistics
     alone = not any(module.training for module in model.modules())

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from eigengrain.errors import unknown_name
 from eigengrain.functional import (
+    SOLVERS,
     EigenSubset,
     GradientRule,
     covariance,
@@ -29,8 +30,9 @@ from eigengrain.functional import (
     triu_vector,
 )
 from eigengrain.functional._inputs import output_dtype
-from eigengrain.functional.iterative import log_products
+from eigengrain.functional.iterative import check_steps, log_products
 from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.functional.spectral import CUTS
 from eigengrain.heads.base import Head
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.scaling import FACTORS, EigenvalueFactor, MatrixFactor
@@ -104,9 +106,15 @@ class CovarianceHead(Head):
             ("normalisation", normalise, NORMALISATIONS),
             ("path", path, PATHS),
             ("scaling factor", factor, FACTORS),
+            ("cut", cut, CUTS),
+            ("solver", solver, SOLVERS),
         ):
             if value not in choices:
                 raise unknown_name(kind, value, choices)
+        check_steps(steps, "a number of steps", "the head")
+        check_steps(1 if degree is None else degree, "a degree", "the head")
+        if not epsilon >= 0:
+            raise ValueError(f"epsilon must be at least 0, got {epsilon!r}: it keeps the logarithm away from 0")
         self.out_features = self.channels * (self.channels + 1) // 2
         self.normalise, self.seb, self.path, self.factor = normalise, seb, path, factor
         self.constant, self.cut, self.solver = constant, cut, solver
@@ -190,7 +198,8 @@ class CovarianceHead(Head):
             cut: how a cut spectrum is differentiated; the head's own by default.
 
         Returns:
-            vectors (B, out_features), one a subset, and the eigenvalues of the covariance (B, channels), descending.
+            vectors (B, out_features), one a subset, and the eigenvalues of the covariance (B, channels), descending and 0
+            where they are rounding.
 
         Raises:
             ValueError: for a subset that does not fit.
@@ -198,11 +207,16 @@ class CovarianceHead(Head):
         cut = self.cut if cut is None else cut
         paper = self.factor == "qs" and self.path == "both"
         shared = self.normalise == "sqrt" and self.solver != "products" and self.gradient.name == "exact"
-        if not shared or (self.seb and not paper):
-            values = eigh(covariance(reduced.detach(), dtype=torch.float64)).values.clamp_min(0)
-            return [self._with_subset(reduced, subset, cut) for subset in subsets], values
+        # a class that is made from this one may pool in a way of its own
+        if not shared or (self.seb and not paper) or type(self) is not CovarianceHead:
+            return [self._with_subset(reduced, subset, cut) for subset in subsets], self.eigenvalues(reduced)
         matrices, values = sqrt_covariance_of_subsets(reduced, subsets, self.seb, cut, self.solver)  # type: ignore[arg-type]
         return [triu_vector(a, isometric=self.isometric).to(output_dtype(reduced)) for a in matrices], values
+
+    def eigenvalues(self, reduced: Tensor) -> Tensor:
+        """Eigenvalues of the covariance (B, channels), descending and 0 where they are rounding, without a gradient."""
+        values = eigh(covariance(reduced.detach(), dtype=torch.float64)).values
+        return torch.where(values > self.channels * torch.finfo(values.dtype).eps * values[..., :1], values, 0.0)
 
     def _with_subset(self, reduced: Tensor, subset: EigenSubset | str, cut: str) -> Tensor:
         before = self.subset, self.cut

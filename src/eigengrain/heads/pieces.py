@@ -55,12 +55,13 @@ def smooth_signed_sqrt(x: Tensor, eps: float = 1e-4) -> Tensor:
 
 
 def unit(v: Tensor) -> Tensor:
-    """Vectors (..., C) at length 1, differentiably; a zero vector stays zero and gets a zero gradient."""
+    """Vectors (..., C) at length 1, differentiably; a zero vector stays zero and gets a zero gradient, NaN stays NaN."""
     # a constant factor changes nothing, but the squares of a vector of 1e20 or 1e-25 are beyond float32
     largest = v.detach().abs().amax(-1, keepdim=True)
-    v = v / torch.where(largest > 0, largest, 1.0)
+    zero = largest == 0  # NaN is not: counted as zero, features that diverged would end in a finite loss
+    v = v / torch.where(zero, 1.0, largest)
     length = torch.linalg.vector_norm(v, dim=-1, keepdim=True)
-    return torch.where(length > 0, v / torch.where(length > 0, length, 1.0), 0.0)
+    return torch.where(zero, 0.0, v / torch.where(zero, 1.0, length))
 
 
 def power_normalise(vector: Tensor, eps: float = 1e-5) -> Tensor:

@@ -33,7 +33,7 @@ def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: f
             v = unit((x @ (v.unsqueeze(-2) @ x).mT).squeeze(-1))
         out = x - epsilon * v.unsqueeze(-1) * (v.unsqueeze(-2) @ x)
     before, after = (torch.linalg.vector_norm(t.detach(), dim=(-2, -1), keepdim=True) for t in (x, out))
-    return torch.where(after > 16 * torch.finfo(x.dtype).eps * before, out, 0.0)
+    return torch.where(after <= 16 * torch.finfo(x.dtype).eps * before, 0.0, out)  # so that NaN stays NaN
 
 
 @register_head("run")
