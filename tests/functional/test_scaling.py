@@ -82,7 +82,10 @@ def test_vmap():
     [
         (lambda: scaling_factor(P, "sq"), "unknown scaling factor 'sq': did you mean"),
         (lambda: scaling_factor(P, solver="product"), "unknown solver 'product': did you mean 'products'"),
-        (lambda: scaling_factor(P, "q", solver="products"), "computes the factor 'qs' only, got 'q': use solver='eigh'"),
+        (
+            lambda: scaling_factor(P, "s", solver="products"),
+            "computes the factors 'qs' and 'q', got 's': use solver='eigh'",
+        ),
         (lambda: scaling_factor(torch.randn(3)), "square matrices"),
     ],
 )

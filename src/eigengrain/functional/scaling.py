@@ -42,9 +42,6 @@ def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
         normal = s >= torch.finfo(s.dtype).tiny
         slope = (0.5 - values) * torch.exp(-2 * values - log_s.unsqueeze(-1))
         return torch.where(normal, s, 0.0), torch.where(normal.unsqueeze(-1), slope, 0.0)
-    if kind == "q":
-        s = values.clamp_min(0).sum(-1, keepdim=True).sqrt()
-        return s.squeeze(-1), torch.where(s > 0, 0.5 / torch.where(s > 0, s, 1.0), 0.0).expand_as(values)
     log_s = 0.5 * torch.logsumexp(-2 * values, -1)
     return log_s.exp(), -torch.exp(-2 * values - log_s.unsqueeze(-1))
 
@@ -63,7 +60,7 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
         kind: see above.
         constant: value for ``constant``.
-        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` only; NaN for traces above 2²²).
+        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` and ``q``; NaN of ``qs`` for traces above 2²²).
 
     Returns:
         (*), float64 if P is float64 and float32 otherwise.
@@ -81,11 +78,15 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
     p = to_compute(P)
     p = (p + p.mT) / 2
+    if kind == "q":  # no decomposition is needed; the root has no slope at 0
+        trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)
+        root = torch.where(trace <= 0, 1.0, trace).sqrt()
+        return torch.where(trace <= 0, 0.0, root).to(P.device, output_dtype(P))
     if solver == "auto":  # an eigendecomposition costs ten times the products on CUDA, and less than they do on a CPU
         solver = "products" if kind == "qs" and P.is_cuda else "eigh"
     if solver == "products":
         if kind != "qs":
-            raise ValueError(f"solver='products' computes the factor 'qs' only, got {kind!r}: use solver='eigh'")
+            raise ValueError(f"solver='products' computes the factors 'qs' and 'q', got {kind!r}: use solver='eigh'")
         batch = p.reshape(-1, *p.shape[-2:])
         with torch.no_grad():
             value, slope = qs_by_products(batch)

@@ -233,12 +233,8 @@ class CovarianceHead(Head):
         elif self.learned_factor is not None:
             scale = self.learned_factor(eigh(p).values)
         else:
-            if self.solver == "products" and self.factor == "q":  # ‖Q‖_F² is the trace, whose root has no slope at 0
-                trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)
-                scale = torch.where(trace > 0, torch.where(trace > 0, trace, 1.0).sqrt(), 0.0)
-            else:
-                solver = "products" if self.solver == "products" and self.factor == "qs" else "auto"
-                scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver)
+            solver = "products" if self.solver == "products" and self.factor == "qs" else "auto"
+            scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver)
             if self.path == "both" and self.factor != "constant":
                 scale = 1 + scale
         return scale[:, None, None].to(q.dtype)
