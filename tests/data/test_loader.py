@@ -1,5 +1,8 @@
 """Batches: the same for any number of workers and ranks, resumed without opening what is skipped, made on the device."""
 
+import multiprocessing
+import signal
+import subprocess
 import warnings
 from pathlib import Path
 
@@ -54,6 +57,27 @@ def test_workers_change_nothing(files, kind, options):
     iter(helped).__next__()  # an epoch that is broken off leaves nothing behind
     helped.set_epoch(0)
     assert same(epochs[0], helped)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")
+def test_workers_outlive_signals_that_are_meant_for_their_parent(files):
+    """A cluster, torchrun, timeout and Ctrl-C reach all processes; the parent decides what becomes of its work."""
+    whole = list(make_loader(images(files), 4, train=True, seed=3))
+    before = set(multiprocessing.active_children())
+    loader = make_loader(images(files), 4, train=True, seed=3, workers=2)
+    batches = iter(loader)
+    first = next(batches)
+    workers = [worker for worker in multiprocessing.active_children() if worker not in before]
+    for name in ("-TERM", "-INT", "-TERM"):
+        subprocess.run(["kill", name, *(str(worker.pid) for worker in workers)], check=True)
+    assert same(whole, [first, *batches])
+    loader.set_epoch(0)
+    assert same(whole, loader)
+    assert all(worker.is_alive() for worker in workers)
+    for worker in workers:
+        worker.terminate()
+        worker.join(10)
+    assert [worker.exitcode for worker in workers] == [0] * len(workers)
 
 
 def test_no_more_workers_than_cores(files, monkeypatch):

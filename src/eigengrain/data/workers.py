@@ -1,7 +1,10 @@
 """Work in other processes that speaks as if it were done in this one."""
 
+import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
+from threading import Thread
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
@@ -37,6 +40,7 @@ class Workers:
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[Sequence[Any]], Any], *, workers: int, **options: Any):
         options |= {"num_workers": at_most_one_per_core(workers), "collate_fn": _Collate(collate)}
+        options |= {"worker_init_fn": _heed_the_parent_alone}
         self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), **options)
 
     def __iter__(self) -> Iterator[Any]:
@@ -51,6 +55,27 @@ class Workers:
 
     def __len__(self) -> int:
         return len(self._loader)
+
+
+def _heed_the_parent_alone(worker: int) -> None:
+    """Let a worker end when its parent says so, or is gone, and not at signals that are meant for the parent.
+
+    Ctrl-C, ``timeout``, torchrun and clusters send theirs to all processes of a group or of a job. A worker that died of it
+    would be an error in the middle of the parent's work, which wants to finish its step and write a checkpoint first.
+    """
+    if not hasattr(signal, "sigwaitinfo"):  # not on macOS
+        return
+    theirs = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, theirs)  # of this thread and of those that it starts
+    parent = multiprocessing.parent_process()
+    assert parent is not None  # a worker has one
+
+    def listen() -> None:
+        while signal.sigwaitinfo(theirs).si_pid != parent.pid:
+            pass
+        os._exit(0)
+
+    Thread(target=listen, daemon=True).start()
 
 
 class _Answers(Dataset[Any]):
