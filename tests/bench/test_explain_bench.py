@@ -14,7 +14,9 @@ from eigengrain.explain import EigenPerturbation
 def test_a_run_writes_the_ratio_to_the_passes(tmp_path, capsys):
     out = tmp_path / "explain.csv"
     sizes = {"batch": [2, 1], "img_size": 96, "repeats": 1, "perturbation_steps": 2}
+    before = torch.get_rng_state()
     run(ExplainBench(backbone="test_resnet", subsets=["all", "top:2"], out=str(out), **sizes))
+    assert torch.equal(torch.get_rng_state(), before)  # random weights and images are drawn apart
     row, single = csv.DictReader(out.open())
     assert (row["batch"], single["batch"]) == ("2", "1")
     assert float(row["ratio"]) == pytest.approx(float(row["saliency_seconds"]) / float(row["passes_seconds"]), rel=0.02)

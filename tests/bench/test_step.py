@@ -239,6 +239,10 @@ def test_the_papers_numbers_are_in_rows_of_its_backbone_only(known_times):
     config = StepBench(**SMALL | {"heads": ["isqrt"]}).filled("cpu")
     (row,) = bench.measure(config, "resnet10t", CPU)
     assert row["paper_seconds"] is row["paper_mib"] is None
+    console = Console(width=80, record=True)
+    console.print(bench.table([row], "isqrt"))
+    [line] = [line for line in console.export_text().splitlines() if line.startswith(" isqrt")]
+    assert line.split()[-3:] == ["–", "–", "–"]
 
 
 def test_a_head_that_does_not_fit_into_memory_has_a_row_without_numbers(known_times, monkeypatch):

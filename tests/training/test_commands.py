@@ -3,6 +3,7 @@
 import csv
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,11 +15,14 @@ import yaml
 
 from eigengrain import cli
 from eigengrain.commands import evaluate as evaluate_command
+from eigengrain.commands import train as train_command
 from eigengrain.commands.evaluate import Evaluate
 from eigengrain.data.config import Transforms
 from eigengrain.models import from_pretrained
 from eigengrain.recipes import expand
+from eigengrain.training import loop
 from eigengrain.training.config import Train, from_mapping
+from eigengrain.training.interrupt import Interrupted
 from training.small_run import SIZE
 
 BIRDS = f"{{classes: 3, per_class: 5, size: {SIZE}, cache: false}}"
@@ -151,6 +155,7 @@ def test_evaluate_subsets_flips_and_classes_of_a_plain_model(trained, tmp_path, 
             ["--checkpoint", "RUN", "--per_class", "/proc"],
             "cannot write the file /proc: choose another place with --per_class",
         ),
+        (["--checkpoint", "RUN", "--img_size", "64"], "--img_size has no effect on images that --kind none leaves as they"),
         (["--checkpoint", "RUN", "--subsett", "top:3"], "unknown option '--subsett': did you mean '--subset'"),
     ],
 )
@@ -173,6 +178,27 @@ def test_train_refuses_in_one_line(trained, tmp_path, capsys):
         error = capsys.readouterr().err
         assert said in error
         assert error.count("\n") == 1
+
+
+def test_options_of_another_version_are_said_to_be_in_the_file(trained, tmp_path, capsys):
+    newer = tmp_path / "newer"
+    shutil.copytree(trained, newer)
+    with (newer / "args.yaml").open("a") as file:
+        file.write("shine: 3\n")
+    assert evaluate("--checkpoint", str(newer)) == 2
+    assert f"the options in {newer / 'args.yaml'} cannot be read: unknown option 'shine'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_of_several_processes_one_says_that_they_were_stopped(rank, monkeypatch, capsys):
+    def stopped(config):
+        raise Interrupted(signal.SIGTERM, "here")
+
+    monkeypatch.setattr(loop, "train", stopped)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", str(rank))
+    assert train_command.run(Train()) == 143
+    assert capsys.readouterr().err.count("stopped by SIGTERM") == (1 if rank == 0 else 0)
 
 
 def test_a_dry_run_prints_the_plan_and_writes_nothing(tmp_path, capsys):

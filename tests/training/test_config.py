@@ -65,6 +65,7 @@ def test_yaml_there_and_back():
         ({"ema": 1.0}, "--ema must lie between 0 and 1"),
         ({"data": {"val_fraction": 1.0}}, "--data.val_fraction must be"),
         ({"clip_grad": 0.0}, "--clip_grad must be a number above 0"),
+        ({"seed": 1 << 64}, "--seed must be below 2**64, got 18446744073709551616"),
     ],
 )
 def test_mistakes_are_refused_with_what_is_near(values, said):

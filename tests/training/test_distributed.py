@@ -72,6 +72,11 @@ def test_the_model_is_the_same(one, two):
     assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
 
 
+def test_no_process_leaves_before_the_checkpoint_is_written(tmp_path):
+    out, _ = run_two("training.slow_save", str(tmp_path))  # torchrun would end the one that still writes
+    assert out.splitlines() == ["True", "True"]
+
+
 def test_a_network_that_outlives_its_processes_keeps_nobody_waiting():
     out, _ = run_two("training.late_net")
     assert out.splitlines() == ["over", "over"]

@@ -7,11 +7,15 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.functional import EigenSubset
 from eigengrain.models import create_model
+from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import MixedPrecision, evaluate
+from eigengrain.training.telemetry import spectrum_row
 
 CLASSES = 7
 
@@ -79,6 +83,61 @@ def test_subsets_and_flips_against_a_count_by_hand(model, images, flip):
         for label in range(CLASSES):
             of_class = images[1].numpy() == label
             assert (score.correct[label], score.count[label]) == (expected[of_class, 0].sum(), of_class.sum())
+
+
+def test_the_mean_over_both_views_is_exact(images):
+    model = create_model("test_resnet", head="gap", num_classes=CLASSES).eval()
+    with torch.no_grad():
+        both = [model(view).double().softmax(-1).numpy() for view in (images[0], images[0].flip(-1))]
+    expected = -np.log(np.mean(both, 0)[range(11), images[1].numpy()]).mean()
+    [score] = evaluate(model, [images], flip=True)
+    assert score.loss == pytest.approx(expected, rel=1e-13)
+
+
+class OnMps(torch.Tensor):
+    """A tensor that says it lies on MPS, and refuses float64 as that device does; it is computed on the CPU."""
+
+    @property
+    def device(self):
+        return torch.device("mps")
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        if function is torch.Tensor.device.__get__:
+            return torch.device("mps")
+        here = tree_map_only(torch.Tensor, lambda t: t.as_subclass(torch.Tensor), (arguments, options or {}))
+        if function is torch.Tensor.cpu or (function is torch.Tensor.to and torch.device("cpu") in here[0]):
+            return here[0][0]
+        return tree_map_only(torch.Tensor, on_mps, function(*here[0], **here[1]))
+
+
+def on_mps(tensor):
+    if tensor.dtype == torch.float64:
+        raise TypeError("Cannot convert a MPS Tensor to float64 dtype as the MPS framework doesn't support float64")
+    return tensor.as_subclass(OnMps)
+
+
+class MpsHere(TorchFunctionMode):
+    """As if the CPU were MPS, where that is asked for."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = dict(options or {})
+        if function is torch.Tensor.to and torch.device("mps") in arguments:
+            return on_mps(function(*("cpu" if a == torch.device("mps") else a for a in arguments), **options))
+        if options.get("device") == torch.device("mps"):
+            return on_mps(function(*arguments, **{**options, "device": "cpu"}))
+        return function(*arguments, **options)
+
+
+def test_a_device_without_float64(model, images):
+    [expected] = evaluate(model, [images], flip=True)
+    with MpsHere():
+        [score] = evaluate(model, [images], Process(torch.device("mps")), flip=True)
+        with pytest.raises(TypeError, match="float64"):
+            torch.zeros(1, device=torch.device("mps")).double()
+        spectrum = spectrum_row(torch.rand(3, 4).to(torch.device("mps")), torch.rand(3).to(torch.device("mps")))
+    assert (score.correct, score.count, score.loss) == (expected.correct, expected.count, pytest.approx(expected.loss))
+    assert 0 < spectrum["s"] < 1
 
 
 def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, monkeypatch):

@@ -4,6 +4,7 @@ import csv
 import json
 import math
 import os
+import random
 import threading
 from dataclasses import replace
 
@@ -169,6 +170,21 @@ def test_the_last_50_of_256_eigenvalues_and_a_dead_spectrum():
     assert math.isnan(dead["log10_condition"])
     singular = spectrum_row(torch.tensor([[1.0, 0.5, 0.0, -1e-18]]).double(), None)
     assert singular["log10_condition"] == pytest.approx(-math.log10(4 * 2.220446e-16), rel=1e-6)
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_the_callers_random_numbers_go_on_as_if_nothing_had_been_trained(tmp_path, dry_run):
+    def draw():
+        return torch.rand(1).item(), random.random(), np.random.random()
+
+    def seed():
+        torch.manual_seed(1), random.seed(2), np.random.seed(3)
+
+    seed()
+    expected = draw()
+    seed()
+    train(small(tmp_path, epochs=1, dry_run=dry_run), colours())
+    assert draw() == expected
 
 
 def test_a_head_without_spectrum_leaves_the_columns_empty(tmp_path):
@@ -508,6 +524,17 @@ def test_weights_that_the_last_step_has_spoilt_are_no_result(tmp_path, head):
     with pytest.raises(DivergedError, match=r"scores are NaN or infinite in epoch 1 at batch 1 of 1: lower --opt"):
         train(small(tmp_path, epochs=1, optimiser=Optimiser(lr=1e30), model=model), colours(train=4))
     assert not (tmp_path / "model").exists()
+
+
+def test_losses_and_repairs_are_of_all_processes(tmp_path, monkeypatch):
+    class OfTwo(Process):
+        def sum(self, values):
+            return values + torch.tensor([1.0, 3.0, 5.0])  # what the other one has seen
+
+    monkeypatch.setattr(loop, "solver_repairs", lambda reset: {"jitter": 1, "zeroed": 2})
+    losses, progress = [torch.tensor(2.0), torch.tensor(4.0)], loop.Progress()
+    loop._look(losses, [torch.tensor(1.0)], 1, 9, progress, OfTwo(torch.device("cpu"), world_size=2), tmp_path)
+    assert (progress.meter.loss, progress.meter.batches, progress.meter.repaired) == (1.5 + 3.5, 2, 8)
 
 
 def test_solves_that_an_evaluation_repairs_are_not_counted_as_of_training(tmp_path, monkeypatch):

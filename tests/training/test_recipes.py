@@ -102,6 +102,8 @@ def test_overrides_and_misspelt_ones():
     assert (config.data.root, config.optimiser.lr, config.epochs, config.amp) == ("x", 0.5, 1, "bf16")
     with pytest.raises(ValueError, match=r"did you mean 'optimiser\.lr'"):
         load_recipe("birds-resnet50-modern", {"optimiser.lrr": 1})
+    with pytest.raises(ValueError, match=r"no option 'epochs\.lr': 'epochs' has no options of its own"):
+        load_recipe("birds-resnet50-modern", {"epochs.lr": 1})
 
 
 def test_a_recipe_on_the_command_line_goes_in_front_so_that_options_win():

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from eigengrain.training import train
+from eigengrain.models import from_pretrained
+from eigengrain.training import build, train
 from eigengrain.training.checkpoint import CheckpointError, read_checkpoint
 from eigengrain.training.interrupt import Interrupted
 from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
@@ -78,6 +79,47 @@ def test_a_signal_saves_and_the_rest_is_the_same_to_the_bit(uninterrupted, tmp_p
     assert_same_run(uninterrupted, tmp_path)
 
 
+class ActedAtOnce(Exception):
+    pass
+
+
+@pytest.fixture
+def acts_at_once():
+    """What SIGINT and SIGTERM do where nobody takes note of them."""
+
+    def act(number, frame):
+        raise ActedAtOnce
+
+    before = {number: signal.signal(number, act) for number in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, acts_at_once, first):
+    def both(epoch, batch, loss):
+        signal.raise_signal(first)
+        signal.raise_signal(signal.SIGTERM)
+
+    with pytest.raises(Interrupted):
+        train(small(tmp_path), colours(), both)
+    assert read_checkpoint(tmp_path / "last.pt")["progress"]["batch"] == 1
+    with pytest.raises(ActedAtOnce):  # as before the training
+        signal.raise_signal(signal.SIGTERM)
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_ctrl_c_does_not_wait(tmp_path, acts_at_once, first):
+    def both(epoch, batch, loss):
+        signal.raise_signal(first)
+        signal.raise_signal(signal.SIGINT)
+
+    with pytest.raises(ActedAtOnce):
+        train(small(tmp_path), colours(), both)
+    assert not (tmp_path / "last.pt").exists()
+
+
 def test_a_signal_at_the_last_batch_and_between_epochs(uninterrupted, tmp_path):
     with pytest.raises(Interrupted, match="after batch 5 of 5"):
         train(small(tmp_path, **EMA), colours(), stop_at(0, 4))
@@ -142,6 +184,18 @@ def test_what_a_killed_process_left_half_written_goes(tmp_path):
     assert not list(tmp_path.glob(".*"))
 
 
+def test_what_others_have_in_the_folder_stays(tmp_path):
+    others = [tmp_path / name for name in (".mine.tmp", "model/code.py", "model/evaluation.csv")]
+    (tmp_path / "model").mkdir()
+    for file in others:
+        file.write_text("mine")
+    for resume in (False, True):
+        train(small(tmp_path, epochs=1, resume=resume), colours())
+        assert [file.read_text() for file in others] == ["mine"] * 3
+        assert from_pretrained(tmp_path / "model").num_classes == 3
+    assert [file.name for file in tmp_path.glob(".*")] == [".mine.tmp"]
+
+
 def test_resume_of_a_finished_run_changes_nothing(uninterrupted):
     before = (uninterrupted / "last.pt").read_bytes()
     result = train(small(uninterrupted, resume=True, **EMA), colours(), stop_at(0, 0))
@@ -174,6 +228,12 @@ def test_resume_without_a_checkpoint_starts_anew(tmp_path):
 def test_a_folder_with_a_run_is_not_overwritten(uninterrupted):
     with pytest.raises(ValueError, match="holds a run already: go on with --resume, or choose another"):
         train(small(uninterrupted, **EMA), colours())
+
+
+def test_a_folder_with_a_run_is_refused_before_the_images_are_opened(uninterrupted, monkeypatch):
+    monkeypatch.setattr(build, "open_sources", lambda *_: pytest.fail("the images were opened"))
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(small(uninterrupted, **EMA))
 
 
 def test_other_options_or_classes_are_refused(uninterrupted):

@@ -83,16 +83,17 @@ def run(config: ExplainBench) -> None:
     """``eigengrain bench explain``."""
     device = pick_device(config.device)
     path = writable(config.out or f"benchmarks/explain-{device.type}.csv")
-    torch.manual_seed(config.seed)
-    model = (
-        create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride).to(device).eval()
-    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride)
+    model.to(device).eval()
+    generator = torch.Generator().manual_seed(config.seed)
     console, rows = output.reading(), []
     with progress_bar() as progress:
         each = 2 * (config.repeats + 2) + bool(config.perturbation_steps)
         task = progress.add_task("measuring", total=each * len(config.batches))
         for batch in config.batches:
-            images = torch.randn(batch, 3, config.img_size, config.img_size, device=device)
+            images = torch.randn(batch, 3, config.img_size, config.img_size, generator=generator).to(device)
             row = measure(config, model, images, lambda name: progress.update(task, advance=1, description=name))
             rows.append({**row, **describe(device)})
             write_csv(path, rows)

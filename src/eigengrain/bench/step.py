@@ -329,7 +329,7 @@ def table(rows: list[Row], reference: str) -> Table:
     for heading in ("s", "×", "img/s", "head\nms", "head\nshare", "MiB", "paper\ns", "paper\n×", "paper\nMiB"):
         view.add_column(heading, no_wrap=True, justify="right")
     for row in rows:
-        seconds, mib = PAPER.get(str(row["head"]), (None, None))
+        seconds = row["paper_seconds"]
         share, inside = row["head_share"], row["head_seconds"]
         view.add_row(
             str(row["head"]),
@@ -340,8 +340,8 @@ def table(rows: list[Row], reference: str) -> Table:
             "–" if share is None else f"{float(share):.1%}",
             short(row["held_mib" if held else "peak_mib"]),
             short(seconds),
-            short(None if seconds is None or reference not in PAPER else seconds / PAPER[reference][0]),
-            short(mib),
+            short(None if seconds is None or reference not in PAPER else float(seconds) / PAPER[reference][0]),
+            short(row["paper_mib"]),
         )
     return view
 

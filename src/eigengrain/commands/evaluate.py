@@ -180,7 +180,10 @@ def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
         values: Any = yaml.safe_load(arguments.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ValueError(f"{arguments} is not YAML: {error}") from error
-    return folder, from_mapping(values)
+    try:
+        return folder, from_mapping(values)
+    except ValueError as error:
+        raise ValueError(f"the options in {arguments} cannot be read: {error}") from error
 
 
 def open_for_evaluation(config: Evaluate, folder: Path, training: "Train | None") -> tuple["CovarianceNet", Any]:
@@ -221,6 +224,9 @@ def _transforms(config: Evaluate, model: "CovarianceNet", training: "Train | Non
     own = training.data.transforms if training is not None else None
     if config.kind is None and config.img_size is None:
         return own
+    kind = own.kind if config.kind is None and own is not None else config.kind
+    if kind == "none" and config.img_size is not None:
+        raise ValueError("--img_size has no effect on images that --kind none leaves as they are: add another --kind")
     size = config.img_size or int(model.pretrained_cfg["input_size"][-1])
     if config.kind is not None:
         return Transforms(config.kind, size)  # type: ignore[arg-type]

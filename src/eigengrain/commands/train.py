@@ -15,7 +15,8 @@ def run(config: Train) -> int:
     try:
         result = train(config)
     except Interrupted as stop:
-        print(f"eigengrain: {stop}", file=sys.stderr)
+        if is_first():
+            print(f"eigengrain: {stop}", file=sys.stderr)
         return stop.exit_code
     if result is not None and is_first():
         scores = ", ".join(f"{name} {value:.2f}" for name, value in result.scores.items() if not name.endswith("loss"))

@@ -104,6 +104,9 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     """
     if config.log == "tensorboard" and find_spec("tensorboard") is None:
         raise ValueError("--log tensorboard needs TensorBoard: pip install 'eigengrain[log]'")
+    out = Path(config.out)
+    if (out / LAST).exists() and not config.resume and not config.dry_run:
+        raise ValueError(f"{out} holds a run already: go on with --resume, or choose another folder with --out")
     sources = sources or open_sources(config.data, config.seed)
     if sources.val is None and config.data.val_fraction:
         raise ValueError("--data.val_fraction is set, and the data sets that were given have no validation images")
@@ -115,7 +118,6 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    out = Path(config.out)
     if config.check_images and not config.dry_run and not (out / LAST).exists():
         check_readable(sources, out, config.workers, process)  # before a cache on the device meets the first bad one
     loaders = make_loaders(sources, model, config, process)

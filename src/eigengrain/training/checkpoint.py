@@ -1,6 +1,7 @@
 """Checkpoints: written whole or not at all, read without running code."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,8 @@ import torch
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.pt"
+#: names of files that are being written, with the number of the process
+_HALF = re.compile(r"\..+\.\d+\.tmp")
 
 
 class CheckpointError(ValueError):
@@ -19,7 +22,7 @@ class CheckpointError(ValueError):
 def remove_halves(folder: Path) -> None:
     """Delete what processes left in a folder that were killed while they wrote a file of :func:`write_atomically`."""
     for half in folder.glob(".*.tmp"):
-        if half.is_file():
+        if half.is_file() and _HALF.fullmatch(half.name):  # others may have such files too
             half.unlink(missing_ok=True)
 
 
@@ -29,7 +32,7 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
     Raises:
         CheckpointError: if it could not be written; what was there before is left as it was.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")  # as _HALF has it
     try:
         try:
             with temporary.open("wb") as file:

@@ -224,6 +224,8 @@ class Train:
                 _number(option, getattr(self, option), least=1)
         for option in ("save_every", "workers", "seed"):
             _number(option, getattr(self, option), least=0)
+        if self.seed >= 1 << 64:
+            raise ValueError(f"--seed must be below 2**64, got {self.seed}")
         if self.clip_grad is not None:
             _number("clip_grad", self.clip_grad, above=0)
         if self.ema is not None and not 0 < self.ema < 1:

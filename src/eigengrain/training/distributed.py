@@ -143,3 +143,21 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(numbers), rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+
+
+@contextmanager
+def generators_put_back(device: torch.device) -> Iterator[None]:
+    """Whatever is seeded and drawn inside, the generators of the caller go on from where they were.
+
+    Example:
+        >>> before = torch.get_rng_state()
+        >>> with generators_put_back(torch.device("cpu")):
+        ...     seed_everything(3)
+        >>> torch.equal(torch.get_rng_state(), before)
+        True
+    """
+    states = generator_states(device)
+    try:
+        yield
+    finally:
+        restore_generators(states, device)

@@ -1,5 +1,6 @@
 """Accuracy: exact over any number of processes, and for several eigenvalue subsets from one pass of the backbone."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -146,25 +147,26 @@ def evaluate(
     """
     process = process or Process(next(model.parameters()).device)
     device, classes = process.device, model.num_classes
+    exact = torch.device("cpu") if device.type == "mps" else device  # where float64 is: MPS has none
     for subset in subsets:
         with eigenvalue_subset(model, subset):
             pass  # refused now, not after the first pass of the backbone
     net = MixedPrecision(model, amp)
     # of each subset: right answers of each class; and the sums of top-5 hits and of the loss
-    correct = torch.zeros(len(subsets), classes, dtype=torch.float64, device=device)
-    sums = torch.zeros(len(subsets), 2, dtype=torch.float64, device=device)
-    count = torch.zeros(classes, dtype=torch.float64, device=device)
+    correct = torch.zeros(len(subsets), classes, dtype=torch.float64, device=exact)
+    sums = torch.zeros(len(subsets), 2, dtype=torch.float64, device=exact)
+    count = torch.zeros(classes, dtype=torch.float64, device=exact)
     with evaluating(model):
         for images, labels in batches:
-            images, labels = images.to(device, non_blocking=True), labels.to(device, non_blocking=True)
+            images, labels = images.to(device, non_blocking=True), labels.to(exact, non_blocking=True)
             if channels_last:
                 images = images.contiguous(memory_format=torch.channels_last)
             maps = [net.features(view) for view in ((images, images.flip(-1)) if flip else (images,))]
             count += torch.bincount(labels, minlength=classes)
             vectors = [_vectors(model, features, subsets) for features in maps]
             for row in range(len(subsets)):
-                views = [model.classifier(view[row]).double().log_softmax(-1) for view in vectors]
-                scores = torch.stack(views).logsumexp(0) - torch.tensor(float(len(views))).log()
+                views = [model.classifier(view[row]).to(exact).double().log_softmax(-1) for view in vectors]
+                scores = torch.stack(views).logsumexp(0) - math.log(len(views))
                 best = scores.topk(min(5, classes), dim=-1).indices
                 correct[row] += torch.bincount(labels[best[:, 0] == labels], minlength=classes)
                 sums[row, 0] += (best == labels[:, None]).sum()

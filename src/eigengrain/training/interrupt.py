@@ -29,7 +29,10 @@ class Wish:
 
 @contextmanager
 def polite_signals() -> Iterator[Wish]:
-    """Take note of the first SIGINT or SIGTERM; a second one acts at once, for those who cannot wait.
+    """Take note of SIGINT and SIGTERM; a SIGINT after the first signal acts at once, for those who cannot wait.
+
+    A SIGTERM never does: where a cluster ends all processes of a job, torchrun passes its own one on to those that had
+    theirs, and the second must not cost the checkpoint that the first has asked for. SIGKILL is for the impatient there.
 
     Example:
         >>> with polite_signals() as wish:
@@ -45,8 +48,7 @@ def polite_signals() -> Iterator[Wish]:
 
     def take_note(number: int, frame: FrameType | None) -> None:
         wish.signal = number
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     for number in before:
         signal.signal(number, take_note)

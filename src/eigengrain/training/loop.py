@@ -35,7 +35,14 @@ from eigengrain.training.checkpoint import (
     write_checkpoint,
 )
 from eigengrain.training.config import Train, differences, to_mapping
-from eigengrain.training.distributed import Process, generator_states, join, restore_generators, seed_everything
+from eigengrain.training.distributed import (
+    Process,
+    generator_states,
+    generators_put_back,
+    join,
+    restore_generators,
+    seed_everything,
+)
 from eigengrain.training.evaluation import evaluate
 from eigengrain.training.interrupt import Interrupted, Wish, polite_signals
 from eigengrain.training.plan import dry_run
@@ -127,7 +134,7 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
         CheckpointError: if a checkpoint cannot be written or read.
         Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
-    with join(config.device) as process:
+    with join(config.device) as process, generators_put_back(process.device):
         seed_everything(config.seed)  # the same first weights in every process
         run = build(config, sources, process)
         if config.dry_run:
@@ -153,6 +160,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
         if process.is_main:
             state = {**run.state(), "progress": asdict(progress), "generators": states}
             write_checkpoint(out / LAST, state)
+        process.wait()  # torchrun ends all processes when one of them leaves: none may before the checkpoint is there
 
     def save_and_stop(signal: int) -> None:
         save()
@@ -289,8 +297,6 @@ def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | No
     """Where to begin, and the state of the generators there if that is in the middle of an epoch."""
     if not (out / LAST).exists():
         return Progress(), None
-    if not run.config.resume:
-        raise ValueError(f"{out} holds a run already: go on with --resume, or choose another folder with --out")
     state = read_checkpoint(out / LAST)
     changed = differences(state["config"], to_mapping(run.config))
     if changed:
@@ -315,9 +321,10 @@ def _look(
 ) -> None:
     """Add up the losses since the last look; the first that is no number ends the training."""
     meter = progress.meter
-    mean = process.sum(torch.stack(losses)) / process.world_size
-    first = batch + 1 - len(losses)
-    for place, loss in enumerate(mean.tolist(), start=first):
+    repaired = losses[0].new_tensor(sum(solver_repairs(reset=True).values()))
+    *sums, helped = process.sum(torch.stack([*losses, repaired])).tolist()  # one exchange for both
+    meter.repaired += int(helped)
+    for place, loss in enumerate((each / process.world_size for each in sums), start=batch + 1 - len(losses)):
         if not math.isfinite(loss):
             raise DivergedError(f"the loss is {loss}", progress.epoch + 1, place + 1, total, out)
         meter.loss += loss
@@ -328,7 +335,6 @@ def _look(
             meter.updates += 1
     losses.clear()
     norms.clear()
-    meter.repaired += sum(solver_repairs(reset=True).values())
 
 
 def _gradient_norm(model: nn.Module, limit: float | None) -> Tensor:
@@ -416,13 +422,17 @@ def _finish(run: Run, progress: Progress, out: Path) -> Result:
 
 
 def _write_model(model: CovarianceNet, folder: Path) -> None:
-    """A folder of save_pretrained, whole or not at all."""
+    """A folder of save_pretrained, whole or not at all; where there is one of that name, what else it holds stays."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
         save_pretrained(model, temporary)
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.rename(folder)
+        if folder.is_dir():
+            for file in temporary.iterdir():
+                file.replace(folder / file.name)
+            temporary.rmdir()
+        else:
+            temporary.rename(folder)
     except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(

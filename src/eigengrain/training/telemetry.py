@@ -31,7 +31,7 @@ class Meter:
         updates: how many.
         images: over all processes.
         seconds: of training.
-        repaired: solves of the eigensolver that needed help.
+        repaired: solves of the eigensolver that needed help, over all processes.
         rates: learning rates of the last update.
         spectrum: of the last batch.
     """
@@ -74,7 +74,7 @@ def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]
         >>> {name: round(value, 3) for name, value in row.items()}
         {'lambda_1': 100.0, 'log10_condition': 2.0, 'energy_last': 0.008, 'q_norm': 11.18}
     """
-    values = eigenvalues.detach().double().cpu()
+    values = eigenvalues.detach().cpu().double()  # in this order: MPS has no float64
     d = values.shape[-1]
     last = small_part(d)
     energy = values.sum(-1)
@@ -86,7 +86,7 @@ def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]
         "q_norm": energy.clamp_min(0).sqrt(),
     }
     if factor is not None:
-        row["s"] = factor.detach().double().cpu()
+        row["s"] = factor.detach().cpu().double()
     return {name: float(value.median()) for name, value in row.items()}
 
 
