@@ -88,6 +88,13 @@ def test_quintic_scales(scale):
     assert relative(gradient(quintic_sqrt, P * scale, G), gradient(matrix_sqrt, P, G) / scale**0.5) < 1e-11
 
 
+@pytest.mark.parametrize("f", [mtp_sqrt, mpa_sqrt])
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_approximants_scale(f, scale):
+    assert relative(f(P * scale) / scale**0.5, f(P)) < 1e-12
+    assert relative(gradient(f, P * scale, G) * scale**0.5, gradient(f, P, G)) < 1e-11
+
+
 def test_taylor_and_pade_coefficients():
     series = mpmath.taylor(lambda z: mpmath.sqrt(1 - z), 0, 10)
     assert max(abs(a - b) for a, b in zip(taylor_coefficients(10), series, strict=True)) < 1e-15

@@ -112,6 +112,14 @@ def test_power_iteration_is_the_derivative_of_power_iteration(steps):
     assert relative(ours(GradientRule("power-iteration", steps=steps)), (grad + grad.mT) / 2) < 1e-9
 
 
+def test_power_iteration_at_short_rank():
+    """One step from (4, 0): the range sees a null direction through √4/4 alone, as the sum of no terms is 0."""
+    p = torch.diag(torch.tensor([4.0, 0.0], dtype=F64)).requires_grad_()
+    rule = GradientRule("power-iteration", steps=1)
+    (grad,) = torch.autograd.grad(matrix_sqrt(p, gradient=rule), p, torch.ones(2, 2, dtype=F64))
+    assert torch.allclose(grad, torch.tensor([[0.25, 0.5], [0.5, 0.5 * EPS**-0.5]], dtype=F64), rtol=1e-12)
+
+
 @pytest.mark.parametrize("steps", [1, 5])
 def test_newton_is_the_gradient_of_the_iteration_at_the_value_of_the_root(steps):
     rule = GradientRule("newton", steps_newton=steps)
@@ -129,6 +137,11 @@ def test_lyapunov_is_eight_cubic_steps():
         b2 = b @ b
         b, c = 0.5 * b @ (3 * eye - b2), 0.5 * (c @ (3 * eye - b2) - b2 @ c + b @ c @ b)
     assert relative(ours("lyapunov"), c / 2) < 1e-12
+
+
+@pytest.mark.parametrize("scale", [1e-200, 1e200])
+def test_lyapunov_scales(scale):
+    assert relative(ours("lyapunov", P * scale) * scale**0.5, ours("lyapunov")) < 1e-12
 
 
 @pytest.mark.parametrize("name", GRADIENTS)

@@ -7,9 +7,9 @@ import torch
 from eigengrain.functional.scalar import ExpInverse, Generic, Logarithm, Power, SquareRoot, geometric_ratio
 from spectral_cases import F64
 
-# close and far pairs, over twelve decades
+# close and far pairs, over twelve decades, and ratios that leave one of the two without a digit in their difference
 BASES = [1e-9, 3e-6, 1e-3, 0.7, 2.0, 40.0]
-GAPS = [0.0, 1e-16, 1e-15, 1e-12, 1e-9, 1e-7, 3e-6, 1e-5, 1e-3, 0.3, 1.0, 50.0]
+GAPS = [0.0, 1e-16, 1e-15, 1e-12, 1e-9, 1e-7, 3e-6, 1e-5, 1e-3, 0.3, 1.0, 50.0, 1e6, 1e10, 1e14, 1e17]
 PAIRS = [(b * (1 + g), b) for b in BASES for g in GAPS]
 A = torch.tensor([p[0] for p in PAIRS], dtype=F64)
 B = torch.tensor([p[1] for p in PAIRS], dtype=F64)
@@ -85,8 +85,8 @@ def test_zero_is_as_documented():
     assert ExpInverse().divided_difference(zero, zero) == -1
 
 
-@pytest.mark.parametrize("n", [1, 2, 19, 101])
+@pytest.mark.parametrize("n", [0, 1, 2, 19, 101])
 def test_geometric_ratio_is_the_geometric_sum(n):
-    gap = torch.tensor([0.0, 1e-12, 1e-3, 0.5, 0.999, 1.0], dtype=F64)
-    naive = sum((1 - gap) ** k for k in range(n))
-    assert torch.allclose(geometric_ratio(gap, n), naive, rtol=1e-12)
+    low = torch.tensor([1.0, 1 - 1e-12, 0.999, 0.5, 0.1, 1e-3, 1e-17, 0.0], dtype=F64)
+    naive = sum((low**k for k in range(n)), torch.zeros_like(low))
+    assert torch.allclose(geometric_ratio(torch.ones_like(low), low, n), naive, rtol=1e-12)

@@ -63,6 +63,15 @@ def test_where_it_is_zero_so_is_its_gradient(solver, value):
     assert grad.abs().max() == 0
 
 
+def test_where_it_is_no_number_neither_is_its_gradient():
+    p = torch.stack([torch.eye(3, dtype=F64), 1e7 * torch.eye(3, dtype=F64)]).requires_grad_()
+    s = scaling_factor(p, solver="products")  # the second trace is beyond what products serve
+    (grad,) = torch.autograd.grad(s.sum(), p)
+    assert s.isnan().tolist() == [False, True]
+    assert grad[0].isfinite().all()
+    assert grad[1].isnan().all()
+
+
 def test_second_order_raises():
     p = P.clone().requires_grad_()
     for options in ({}, {"solver": "products"}):

@@ -61,6 +61,10 @@ def test_relative_gap():
     short = torch.tensor([[4.0, 2.0, 0.0, 0.0], [4.0, 0.0, 0.0, 0.0]])  # a cut between zeros cuts nothing
     assert torch.equal(EigenSubset.parse("top:1+last:1").relative_gap(short), torch.tensor([0.5, 1.0]))
     assert EigenSubset.parse("last:1").relative_gap(short).isnan().all()
+    rounded = torch.tensor([4.0, 2.0, -1e-18, -2e-18])  # as a solver leaves zeros
+    assert EigenSubset.parse("top:1+last:1").relative_gap(rounded) == 0.5
+    unknown = torch.tensor([4.0, 2.0, 1.0, float("nan")])
+    assert EigenSubset.parse("top:1+last:1").relative_gap(unknown).isnan()
 
 
 @pytest.mark.parametrize(

@@ -154,7 +154,7 @@ def _published_approximant(P: Tensor, who: str, root: Callable[[Tensor], Tensor]
     check_square(P, who)
     p = _batched(P)
     with torch.no_grad():
-        norm = torch.linalg.matrix_norm(p, keepdim=True)
+        norm = products.norm(p)
         scale = products.nonzero(norm)
         # I − P/‖P‖_F: the approximants expand √(1 − z) about z = 0
         q = torch.where(norm == 0, 0.0, root(products.plus_identity(-p / scale, 1.0)) * scale.sqrt())

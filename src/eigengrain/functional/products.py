@@ -77,6 +77,12 @@ def nonzero(size: Tensor) -> Tensor:
     return torch.where(size > 0, size, 1.0)
 
 
+def norm(p: Tensor) -> Tensor:
+    """Frobenius norm (*, 1, 1), also where the squares of the entries would leave the range of numbers."""
+    largest = nonzero(p.abs().amax((-2, -1), keepdim=True))
+    return torch.linalg.matrix_norm(p / largest, keepdim=True) * largest
+
+
 def plus_identity(matrix: Tensor, multiple: float) -> Tensor:
     return matrix + multiple * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 

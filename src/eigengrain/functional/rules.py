@@ -41,8 +41,8 @@ def _trunc(values: Tensor, rule: "GradientRule") -> Tensor:
 
 
 def _taylor(values: Tensor, rule: "GradientRule") -> Tensor:
-    high, _, gap, roots = _pairs(values)
-    return roots / high * geometric_ratio(gap, rule.degree + 1)
+    high, low, _, roots = _pairs(values)
+    return roots / high * geometric_ratio(high, low, rule.degree + 1)
 
 
 def _pade(values: Tensor, rule: "GradientRule") -> Tensor:
@@ -53,9 +53,10 @@ def _pade(values: Tensor, rule: "GradientRule") -> Tensor:
 
 
 def _power_iteration(values: Tensor, rule: "GradientRule") -> Tensor:
-    high, low, gap, _ = _pairs(values)
+    high, low, _, _ = _pairs(values)
     # u_i is reached by `steps` products with P deflated of the larger ones; the smaller of a pair sees one fewer
-    return (high.sqrt() * geometric_ratio(gap, rule.steps) - low.sqrt() * geometric_ratio(gap, rule.steps - 1)) / high
+    longer, shorter = (geometric_ratio(high, low, steps) for steps in (rule.steps, rule.steps - 1))
+    return (high.sqrt() * longer - low.sqrt() * shorter) / high
 
 
 _FROM_SPECTRUM: dict[str, Callable[[Tensor, "GradientRule"], Tensor]] = {
@@ -164,5 +165,5 @@ class GradientRule:
             iterated = newton_schulz(P, self.steps_newton)
             return root + (iterated - iterated.detach())
         batch = P.to(root.dtype).reshape(-1, *P.shape[-2:])
-        scale = products.nonzero(torch.linalg.matrix_norm(batch.detach(), keepdim=True)).sqrt()
+        scale = products.nonzero(products.norm(batch.detach())).sqrt()
         return root_with_lyapunov(batch, root.reshape(batch.shape), scale).reshape(P.shape)

@@ -13,13 +13,17 @@ import torch
 from torch import Tensor
 
 
-def geometric_ratio(gap: Tensor, p: float) -> Tensor:
-    r""":math:`(1 - x^p)/(1 - x)` at :math:`x = 1 - \mathrm{gap}`, for gap in [0, 1], to full relative accuracy.
+def geometric_ratio(high: Tensor, low: Tensor, p: float) -> Tensor:
+    r""":math:`(1 - x^p)/(1 - x)` at :math:`x = \mathrm{low}/\mathrm{high}` in [0, 1], to full relative accuracy.
 
     For a whole p it is the geometric sum :math:`1 + x + \dots + x^{p-1}`.
     """
-    safe = torch.where(gap > 0, gap, 1.0)
-    return torch.where(gap > 0, -torch.expm1(p * torch.log1p(-safe)) / safe, p)
+    if p == 0:
+        return torch.zeros_like(high - low)
+    gap = (high - low) / high
+    # a gap near 1 has lost the digits of x, and an x near 1 those of the gap
+    log_x = torch.where(gap > 0.5, (low / high).log(), torch.log1p(-gap))
+    return torch.where(gap == 0, p, -torch.expm1(p * log_x) / gap)
 
 
 class ScalarFunction:
@@ -72,7 +76,7 @@ class Power(ScalarFunction):
     def divided_difference(self, a: Tensor, b: Tensor) -> Tensor:
         high, low = torch.maximum(a, b).clamp_min(0), torch.minimum(a, b).clamp_min(0)
         safe = torch.where(high > 0, high, 1.0)
-        quotient = safe ** (self.p - 1) * geometric_ratio((high - low) / safe, self.p)
+        quotient = safe ** (self.p - 1) * geometric_ratio(safe, low, self.p)
         return torch.where(high > 0, quotient, 1.0 if self.p == 1 else 0.0)
 
 

@@ -103,5 +103,5 @@ def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
     decay = products.exp_minus_twice(p)
     product = torch.bmm(p, decay)
     s = products.trace(product).clamp_min(0).sqrt()
-    slope = torch.where(s > 0, (decay - 2 * product) / (2 * products.nonzero(s)), 0.0)
+    slope = torch.where(s == 0, 0.0, (decay - 2 * product) / (2 * products.nonzero(s)))
     return s[..., 0, 0], products.symmetric(slope)

@@ -172,12 +172,14 @@ class EigenSubset:
         r"""The smallest :math:`(\lambda_k - \lambda_{k+1})/\lambda_k` over the cuts of this subset, shape (*).
 
         The derivative of a cut spectrum grows as the inverse of this gap, because the kept subspace itself turns. It is
-        infinite where nothing is cut. A cut between zero eigenvalues cuts nothing and is left out; nan where all cuts do.
+        infinite where nothing is cut. A cut between zero eigenvalues cuts nothing and is left out; nan where all cuts
+        do, and where an eigenvalue at a cut is.
         """
         mask = self.mask(eigenvalues.shape[-1], eigenvalues.device)
         cut = mask[1:] != mask[:-1]
         if not bool(cut.any()):
             return torch.full_like(eigenvalues[..., 0], float("inf"))
         upper, lower = eigenvalues[..., :-1][..., cut], eigenvalues[..., 1:][..., cut]
-        gaps = (upper - lower) / upper
-        return torch.where(gaps.isnan().all(-1), gaps[..., 0], gaps.nan_to_num(nan=float("inf")).amin(-1))
+        zero = upper <= 0
+        gaps = torch.where(zero, float("inf"), (upper - lower) / upper)
+        return torch.where(zero.all(-1), float("nan"), gaps.amin(-1))
