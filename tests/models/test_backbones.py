@@ -173,10 +173,34 @@ def test_images_of_another_shape_are_refused():
     assert on_meta("resnet18", in_chans=1)(torch.empty(2, 1, 64, 64, device="meta")).shape == (2, 3)
 
 
+@pytest.mark.parametrize(
+    "name", ["levit_128s", "mixer_s32_224", "coat_lite_tiny", "efficientformerv2_s0", "maxvit_pico_rw_256"]
+)
+def test_images_of_a_size_that_shows_inside_the_network_are_refused(name):
+    model = on_meta(name).eval()
+    side = model.pretrained_cfg["input_size"][1]
+    said = rf"built for images of {side} × {side}, and does not run on 96 × 128 \(.+\): .*img_size=\(96, 128\)"
+    with pytest.raises(ValueError, match=said):
+        model(torch.empty(1, 3, 96, 128, device="meta"))
+
+
+def test_errors_that_are_not_of_the_size_stay_as_they_are():
+    model = on_meta("vit_tiny_patch16_224", img_size=32).eval()
+    with pytest.raises(RuntimeError, match="device"):
+        model(torch.zeros(1, 3, 32, 32))
+
+
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "tf_efficientnet_lite0", "tv:alexnet", "hrnet_w18_small"])
 def test_img_size_is_for_networks_that_have_one(name):
     with pytest.raises(ValueError, match="takes images of any size: leave img_size out"):
         on_meta(name, img_size=64)
+
+
+@pytest.mark.parametrize("wrong", ["64", 64.0, (64,), (64, 64, 64), (64, 0), -32, 0])
+def test_sizes_that_are_none(wrong):
+    with pytest.raises(ValueError, match=r"img_size must be a side, or \(height, width\), in whole pixels, got"):
+        on_meta("vit_tiny_patch16_224", img_size=wrong)
+    assert on_meta("vit_tiny_patch16_224", img_size=[64, 96]).config["img_size"] == (64, 96)
 
 
 def test_unknown_names_get_near_matches_in_one_line():
@@ -257,6 +281,17 @@ def test_probe_leaves_the_network_as_it_was():
         assert name == other
         assert torch.equal(a, b)
     assert not any(module._forward_hooks for module in ours.modules())
+
+
+def test_what_a_network_keeps_of_its_first_pass_is_not_of_the_probe():
+    """ConViT makes its table of relative positions in the first pass, where the images then are."""
+    model = create_model("convit_tiny", head="gap", num_classes=0, img_size=64).eval()
+    original = timm.create_model("convit_tiny", img_size=64).eval()
+    model.backbone.load_state_dict({k: v for k, v in original.state_dict().items() if k in model.backbone.state_dict()})
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        tokens = original.forward_features(x)[:, 1:]
+        torch.testing.assert_close(model.forward_features(x).flatten(2).mT, tokens)
 
 
 def test_rank_warning_once_with_the_remedy():

@@ -3,6 +3,7 @@
 import copy
 import warnings
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -211,6 +212,9 @@ def test_dropout_is_between_vector_and_classifier():
     dropped = model.forward_head(fmap, pre_logits=True)
     assert set(dropped.unique().tolist()) == {0.0, 2.0}
     assert torch.equal(model.eval().forward_head(fmap, pre_logits=True), torch.ones(4, 512))
+    for wrong in (1.5, 1.0, -0.1, "half"):
+        with torch.device("meta"), pytest.raises(ValueError, match="drop_rate must be a number from 0 to below 1, got"):
+            make("resnet18", head="gap", drop_rate=wrong)
 
 
 def test_reset_follows_device_dtype_and_mode():
@@ -224,7 +228,10 @@ def test_reset_follows_device_dtype_and_mode():
     model.reset_classifier(2)
     assert model.class_names is None
     assert model.pretrained_cfg["num_classes"] == model.config["num_classes"] == 2
-    for wrong in (-1, 2.0, True):
+    model.reset_classifier(np.int64(4))  # as labels.max() + 1 is
+    assert type(model.config["num_classes"]) is int
+    assert model.get_classifier().out_features == 4
+    for wrong in (-1, 2.0, True, np.float64(2), torch.tensor(2.5)):
         with pytest.raises(ValueError, match="num_classes must be a whole number"):
             model.reset_classifier(wrong)
 

@@ -361,6 +361,8 @@ def test_options_that_do_not_fit(options, message, tmp_path):
 def test_images_that_do_not_fit():
     with pytest.raises(ValueError, match=r"does not take images of shape \(3, 8, 8\): .* choose another image size"):
         export_program(create_model("tv:alexnet", head="gap", num_classes=2), img_size=8)
+    with pytest.raises(ValueError, match=r"does not take images of shape \(3, 96, 96\): .* choose another image size"):
+        export_program(create_model("halonet26t", head="gap", num_classes=2), img_size=96)  # by an assertion of its own
     with pytest.raises(ValueError, match="was built for images of 224 × 224, got 64 × 64"):
         export_program(create_model("vit_tiny_patch16_224", head="gap", num_classes=2), img_size=64)
 

@@ -127,6 +127,29 @@ def test_whole_network_with_its_classifier_for_average_pooling(tmp_path):
     assert report.ignored == ("fc.bias", "fc.weight")  # the classifier was trained on averages, not on maxima
 
 
+@pytest.mark.parametrize("name", ["test_convnext", "edgenext_xx_small", "poolformer_s12"])
+def test_a_classifier_behind_another_layer_is_not_taken_for_one_of_averages(tmp_path, name):
+    """A normalisation between pooling and classifier is cut off with them: scores without it would be others."""
+    net = timm.create_model(name, num_classes=6)
+    model = create_model(name, head="gap", num_classes=6)
+    own = model.classifier.weight.detach().clone()
+    report = load_weights(model, write(net.state_dict(), tmp_path / "net.pth"))
+    assert set(report.ignored) == {"head.fc.bias", "head.fc.weight", "head.norm.bias", "head.norm.weight"}
+    assert torch.equal(model.classifier.weight, own)
+
+
+@pytest.mark.parametrize("name", ["mobilenet_v2", "mnasnet0_5", "efficientnet_b0", "swin_t", "shufflenet_v2_x0_5"])
+def test_torchvision_network_with_its_classifier_for_average_pooling(tmp_path, name):
+    from torchvision.models import get_model
+
+    torch.manual_seed(5)
+    net = get_model(name, num_classes=6).eval()
+    model = create_model(f"tv:{name}", head="gap", num_classes=6).eval()
+    load_weights(model, write(net.state_dict(), tmp_path / "net.pth"), strict=True)
+    x = torch.randn(1, 3, 64, 64)
+    torch.testing.assert_close(model(x), net(x))
+
+
 def test_torchvision_file_into_both_libraries(tmp_path):
     from torchvision.models import resnet18
 

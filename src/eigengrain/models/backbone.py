@@ -82,6 +82,7 @@ def create_backbone(
         (512, 'NCHW')
     """
     check_backbone(name)
+    _check_size(img_size)
     options = {key: value for key, value in options.items() if value is not None}
     source_options = _source_options(name)
     net = _build(name, pretrained, img_size, options)
@@ -110,6 +111,12 @@ def create_backbone(
         # distilled networks have several
         classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",
     )
+
+
+def _check_size(img_size: ImageSize | None) -> None:
+    sides = img_size if isinstance(img_size, tuple | list) else (img_size, img_size)
+    if img_size is not None and not (len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)):
+        raise ValueError(f"img_size must be a side, or (height, width), in whole pixels, got {img_size!r}")
 
 
 def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dict[str, Any]) -> nn.Module:

@@ -61,8 +61,15 @@ def renamings(model: CovarianceNet, names: Iterable[str]) -> Iterator[Renaming]:
         yield from (_rebuilt_resnet, _rebuilt_sequence)
     if "layer_reduce" in parts:
         yield _own_class
-    if model.backbone_classifier and model.config["head"] == "gap" and model.layout.kind == "NCHW":
+    if model.config["head"] == "gap" and model.layout.kind == "NCHW" and _classified_averages(model, names):
         yield _with_classifier(model.backbone_classifier)
+
+
+def _classified_averages(model: CovarianceNet, names: Iterable[str]) -> bool:
+    """Whether the classifier in a file stood on the map's averages: no layer of the file was cut off in between."""
+    between = {name.partition(".")[0] for name in names if name.rpartition(".")[0] != model.backbone_classifier}
+    behind = {name for name, child in model.backbone.named_children() if isinstance(child, nn.Identity)}
+    return bool(model.backbone_classifier) and between.isdisjoint(behind)
 
 
 def _with_classifier(original: str) -> Renaming:

@@ -208,7 +208,7 @@ def _trace(deployed: CovarianceNet, images: Tensor, dynamic_batch: bool) -> torc
         images = torch.cat([images[:1]] * 2)  # a batch of one would be taken for a constant
     try:
         _scores(deployed, images[:1])  # what does not run at all is told apart from what cannot be traced
-    except RuntimeError as error:
+    except (RuntimeError, AssertionError) as error:
         shape, reason = tuple(images.shape[1:]), onnx_file.first_line(error)
         raise ValueError(f"the model does not take images of shape {shape}: {reason}; choose another image size") from error
     try:

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any, Literal
 
 import torch
@@ -63,6 +64,8 @@ class CovarianceNet(nn.Module):
         drop_rate: float = 0.0,
     ):
         super().__init__()
+        if not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1:
+            raise ValueError(f"drop_rate must be a number from 0 to below 1, got {drop_rate!r}")
         self.backbone = backbone.net
         self.head: Head = fitting_head(head, backbone.channels, reduce, head_options)
         self.classifier: nn.Module = nn.Identity()
@@ -95,8 +98,18 @@ class CovarianceNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → feature map (B, num_features, h, w)."""
         self._check_images(x)
-        features = self.backbone.forward_features(x)  # type: ignore[operator]
-        return self.layout.to_map(features, self.backbone, (x.shape[-2], x.shape[-1]))
+        size = (x.shape[-2], x.shape[-1])
+        try:
+            features = self.backbone.forward_features(x)  # type: ignore[operator]
+        except (RuntimeError, AssertionError, IndexError) as error:
+            built_for = self.config.get("img_size")
+            if not built_for or size == tuple(built_for) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"backbone {self.config['backbone']!r} was built for images of {built_for[0]} × {built_for[1]}, and does "
+                f"not run on {size[0]} × {size[1]} ({error}): create the model with img_size={size}"
+            ) from error
+        return self.layout.to_map(features, self.backbone, size)
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map → class scores (B, num_classes), or the vector (B, head_hidden_size) with ``pre_logits``."""
@@ -127,8 +140,9 @@ class CovarianceNet(nn.Module):
             num_classes: 0 for an identity, so that the model returns the vector.
             global_pool: name of a head; the reduction stays as it was asked for when the model was made.
         """
-        if isinstance(num_classes, bool) or not isinstance(num_classes, int) or num_classes < 0:
+        if isinstance(num_classes, bool) or not isinstance(num_classes, Integral) or num_classes < 0:
             raise ValueError(f"num_classes must be a whole number of at least 0, got {num_classes!r}")
+        num_classes = int(num_classes)  # a count of labels may be one of NumPy's
         like = next(self.backbone.parameters())
         if global_pool is not None:
             head = fitting_head(global_pool, self.num_features, self.config["reduce"])

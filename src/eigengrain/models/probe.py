@@ -1,7 +1,6 @@
 """One pass through a network without data, on the meta device: what runs, what it makes, and what is never used."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.models.layout import FeatureLayout, detect_layout
-from eigengrain.models.modes import evaluating
 
 
 @dataclass(frozen=True)
@@ -43,63 +41,37 @@ class Probe:
     unused: frozenset[str]
 
 
-class _FeatureMap(nn.Module):
-    """``net.forward_features`` as a module's forward, which is what functional_call runs."""
+def _double(net: nn.Module) -> nn.Module:
+    """The network again, with parameters and buffers that are shapes alone: what a pass leaves in it is not left in ours.
 
-    layout: FeatureLayout
-
-    def __init__(self, net: nn.Module, name: str):
-        super().__init__()
-        self.net, self.name = net, name
-
-    def forward(self, x: Tensor) -> Tensor:
-        features = self.net.forward_features(x)  # type: ignore[operator]
-        self.layout = detect_layout(self.net, features, self.name)
-        return self.layout.to_map(features, self.net, (x.shape[-2], x.shape[-1]))
-
-
-def _places(net: nn.Module) -> dict[str, Tensor]:
-    """Parameters and buffers by name, those of each module once.
-
-    ``functional_call`` puts them back in the order in which it took them out. A module that is shared has several names;
-    taken out under all of them, it would keep what was lent to it.
+    Some networks keep what they computed in their first pass, such as a table of positions, for all that follow.
     """
-    return {
-        key: tensor
-        for prefix, module in net.named_modules()
-        for tensors in (module.named_parameters, module.named_buffers)
-        for key, tensor in tensors(prefix, recurse=False, remove_duplicate=False)
-    }
-
-
-def _double(tensor: Tensor) -> Tensor:
-    trained = isinstance(tensor, nn.Parameter) and tensor.is_floating_point()
-    return torch.empty_like(tensor, device="meta").requires_grad_(trained)
+    shapes: dict[int, Tensor] = {}
+    for tensor in (*net.parameters(), *net.buffers()):
+        shape = torch.empty_like(tensor, device="meta")
+        shapes[id(tensor)] = nn.Parameter(shape, tensor.is_floating_point()) if isinstance(tensor, nn.Parameter) else shape
+    return copy.deepcopy(net, shapes)  # which takes what is in the second argument for copied already
 
 
 def _map_size(value: Any) -> tuple[int, ...]:
     return tuple(value.shape[2:]) if isinstance(value, Tensor) and value.ndim == 4 else ()
 
 
-@contextmanager
-def _recorded(net: nn.Module, calls: list[Call], called: set[str]) -> Iterator[None]:
-    def record(name: str, leaf: bool) -> Any:
-        def hook(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+def _record(net: nn.Module, double: nn.Module, calls: list[Call], called: set[str]) -> None:
+    """Note what runs in the double, under the names and as the modules of the network itself."""
+
+    def record(name: str, module: nn.Module) -> Any:
+        leaf = next(module.children(), None) is None
+
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
             called.add(name)
             if leaf:
                 calls.append(Call(name, module, _map_size(inputs[0]) if inputs else (), _map_size(output)))
 
         return hook
 
-    handles = [
-        module.register_forward_hook(record(name, leaf=next(module.children(), None) is None))
-        for name, module in net.named_modules()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, module in net.named_modules():
+        double.get_submodule(name).register_forward_hook(record(name, module))
 
 
 def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unused: bool = True) -> Probe:
@@ -116,18 +88,17 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
     """
     if not hasattr(net, "forward_features"):
         raise ValueError(f"backbone {name!r} has no forward_features, so no feature map: choose another backbone")
-    wrapper = _FeatureMap(net, name)
     calls: list[Call] = []
     called: set[str] = set()
     try:
-        # in evaluation: batch statistics of a single image, dropout and stochastic depth are no part of the question
-        with evaluating(net), torch.inference_mode(False), torch.enable_grad(), _recorded(net, calls, called):
-            places = _places(wrapper)
-            doubles = {tensor: _double(tensor) for tensor in places.values()}
-            parameters = {key: doubles[parameter] for key, parameter in wrapper.named_parameters()}
-            x = torch.empty(1, *image_shape, device="meta")
-            swapped = {key: doubles[tensor] for key, tensor in places.items()}
-            features = torch.func.functional_call(wrapper, swapped, (x,), tie_weights=False)
+        with torch.inference_mode(False), torch.enable_grad():
+            # in evaluation: batch statistics of a single image, dropout and stochastic depth are no part of the question
+            double = _double(net).eval()
+            _record(net, double, calls, called)
+            own = double.forward_features(torch.empty(1, *image_shape, device="meta"))  # type: ignore[operator]
+            layout = detect_layout(double, own, name)
+            features = layout.to_map(own, double, image_shape[1:])
+            parameters = dict(double.named_parameters())
             gradients: tuple[Tensor | None, ...] = ()
             if find_unused:
                 gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
@@ -136,9 +107,9 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
         raise ValueError(
             f"backbone {name!r} does not run on images of {' × '.join(map(str, image_shape))}: {reason}"
         ) from error
-    unused = frozenset(key.removeprefix("net.") for key, g in zip(parameters, gradients, strict=False) if g is None)
+    unused = frozenset(key for key, g in zip(parameters, gradients, strict=False) if g is None)
     return Probe(
-        wrapper.layout,
+        layout,
         features.shape[1],
         (features.shape[2], features.shape[3]),
         tuple(calls),

@@ -28,6 +28,18 @@ _TRUNKS: dict[str, tuple[str, ...]] = {
     "VGG": ("features",),
 }
 
+# class of the network -> its classifier, where nothing but the mean of the map comes before it
+_CLASSIFIERS = {
+    "DenseNet": "classifier",
+    "EfficientNet": "classifier.1",
+    "MNASNet": "classifier.1",
+    "MobileNetV2": "classifier.1",
+    "RegNet": "fc",
+    "ResNet": "fc",
+    "ShuffleNetV2": "fc",
+    "SwinTransformer": "head",
+}
+
 
 class TorchvisionTrunk(nn.Sequential):
     """The part of a torchvision network that makes its feature map, with torchvision's own parameter names.
@@ -60,7 +72,7 @@ class TorchvisionTrunk(nn.Sequential):
             "crop_pct": 0.875,
             "mean": (0.485, 0.456, 0.406),
             "std": (0.229, 0.224, 0.225),
-            "classifier": {"ResNet": "fc", "RegNet": "fc", "ShuffleNetV2": "fc"}.get(kind, "classifier"),
+            "classifier": _CLASSIFIERS.get(kind, ""),
         }
 
     def _steps(self) -> "OrderedDict[str, nn.Module]":
