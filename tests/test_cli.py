@@ -155,6 +155,42 @@ def test_what_is_wrong_in_a_file_is_named(capsys, tmp_path, text, said):
     assert one_line(capsys).startswith(said)
 
 
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b"steps: [1\n", "is not YAML: while parsing a flow sequence in "),
+        ("steps: 1\n".encode("utf-16"), "is not text in UTF-8 (invalid start byte): save it as such"),
+        (b"# steps: 1\n", "holds nothing, where options are expected: 'name: value', one a line"),
+        (b"- steps\n", "holds a list, where options are expected"),
+    ],
+)
+def test_a_file_that_holds_no_options_is_named(command, capsys, tmp_path, content, said):
+    good, file = tmp_path / "good.yaml", tmp_path / "options.yaml"
+    good.write_text("steps: 1\n")
+    file.write_bytes(content)
+    assert cli.main(["try", "--config", str(good), f"--config={file}"]) == 2
+    assert one_line(capsys).startswith(f"option --config: {file} {said}")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["predict", "photos", "näher.jpg", "--checkpoint", "runs/1", "--topk", "3"],
+        ["evaluate", "runs/1", "--subset", "top:3", "--flip"],
+        ["datasets", "check", "cub", "birds"],
+        ["models", "resnet18"],
+        ["train", "--data.transforms.kind=timm", "--data.transforms.scale", "0.1,1", "--data.options", "{level: family}"],
+    ],
+)
+def test_printed_options_are_read_back_with_what_was_given_without_its_name(capsys, tmp_path, words):
+    with pytest.raises(SystemExit) as stop:
+        cli.main([*words, "--print_config"])
+    assert stop.value.code == 0
+    file = tmp_path / "options.yaml"
+    file.write_text(capsys.readouterr().out, encoding="utf-8")
+    assert cli.parse([words[0], "--config", str(file)]).config == cli.parse(words).config
+
+
 def test_null_and_switches_of_a_file(tmp_path):
     file = tmp_path / "options.yaml"
     file.write_text("ema: null\nresume: false\ndry_run: true\n")

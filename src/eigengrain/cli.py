@@ -23,7 +23,7 @@ from eigengrain import __version__, errors
 from eigengrain.commands.catalogue import ABOUT, COMMANDS, GROUPS, PROGRAM, SECTIONS, Command, imported
 from eigengrain.commands.help import command_help, overview
 from eigengrain.commands.options import Option, options_of
-from eigengrain.commands.words import JSON, QUIET, named
+from eigengrain.commands.words import JSON, PRINT, QUIET, named
 from eigengrain.errors import did_you_mean, unknown_name
 from eigengrain.runtime import output
 
@@ -97,7 +97,7 @@ def parse(argv: Sequence[str]) -> Request:
 
     Raises:
         ValueError: for what cannot be read.
-        SystemExit: after ``--help`` and ``--version``, with 0.
+        SystemExit: after ``--help``, ``--version`` and ``--print_config``, with 0.
     """
     words = list(argv)
     if words[:1] == ["help"]:
@@ -126,13 +126,16 @@ def _read(command: Command, words: list[str]) -> Request:
     expanded = imported(command.expand)(words) if command.expand else words
     options = options_of(command.config)
     parser = _parser(command)
-    known = [*parser._option_string_actions, *QUIET, *JSON]
+    known = [*parser._option_string_actions, *QUIET, *JSON, *PRINT]
     try:
         read = named(expanded, options, command.positional)
     except ValueError as error:
         raise ValueError(f"{_misspelt(words, '', known) or error} {see}") from None
     if read.json and not command.speaks:
         raise ValueError(f"there is nothing to say with --json: leave it out {see}")
+    for word in read.options:
+        if word.startswith("--config="):
+            _check_file(expanduser(word.removeprefix("--config=")))
     try:
         namespace = parser.parse_args(read.options)
     except ArgumentError as error:
@@ -140,6 +143,9 @@ def _read(command: Command, words: list[str]) -> Request:
         raise ValueError(f"{said or _one_line(str(error))} {see}") from error
     for name, text in read.texts.items():
         namespace[name] = text
+    if read.print_config:
+        _print_options(namespace)
+        raise SystemExit(0)
     for option in options:
         _complete(namespace, option)
     # jsonargparse before 4.49 has another name for it
@@ -153,14 +159,46 @@ def _parser(command: Command) -> Any:
     """The parser of one command: its options by name, and switches (--dry_run, without a value)."""
     from jsonargparse import ArgumentParser
 
-    # abbreviated options would turn a new option into a breaking change; errors are worded in _read
-    parser = ArgumentParser(prog=f"{PROGRAM} {command.name}", exit_on_error=False, allow_abbrev=False, add_help=False)
+    # abbreviated options would turn a new option into a breaking change; errors are worded in _read, which prints too
+    parser = ArgumentParser(
+        prog=f"{PROGRAM} {command.name}", exit_on_error=False, allow_abbrev=False, add_help=False, print_config=None
+    )
     parser.add_argument("--config", action="config")
     switches = [option.name for option in options_of(command.config) if option.switch]
     parser.add_class_arguments(command.config, skip=set(switches))
     for switch in switches:
         parser.add_argument(f"--{switch}", action="store_true")
     return parser
+
+
+def _check_file(path: str) -> None:
+    """See that a file of options holds some, before the parser, which does not say in which file a mistake is.
+
+    Raises:
+        ValueError: for a file that is no text, no YAML or no mapping; of one that is not there the parser speaks.
+    """
+    import yaml  # type: ignore[import-untyped]
+
+    if not os.path.isfile(path):
+        return
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = yaml.safe_load(file)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"option --config: {path} is not text in UTF-8 ({error.reason}): save it as such") from None
+    except yaml.YAMLError as error:
+        raise ValueError(f"option --config: {path} is not YAML: {error}") from None
+    if not isinstance(values, dict):
+        there = "nothing" if values is None else f"a {type(values).__name__}"
+        raise ValueError(f"option --config: {path} holds {there}, where options are expected: 'name: value', one a line")
+
+
+def _print_options(values: Any) -> None:
+    """Options as the YAML of a file for ``--config``, those that were given without their name included."""
+    import yaml
+
+    named_values = {name: value for name, value in values.as_dict().items() if name != "config"}
+    print(yaml.safe_dump(named_values, sort_keys=False, allow_unicode=True), end="")
 
 
 def _complete(values: Any, option: Option) -> None:

@@ -2,9 +2,11 @@
 
 import csv
 import json
+import multiprocessing
 import os
 import pickle
 import shutil
+import signal
 import struct
 import subprocess
 import sys
@@ -302,6 +304,18 @@ def test_what_was_done_before_an_interruption_is_kept(checkpoint, photos, monkey
     with pytest.raises(KeyboardInterrupt):
         run(Predict(["photos"], checkpoint, batch_size=1, workers=0))
     assert [row["path"] for row in rows()] == ["photos/a.png", "photos/b.png"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")
+def test_workers_outlive_a_signal_that_reaches_all_processes(checkpoint, photos):
+    """The command itself decides what becomes of its work: a worker that dies first would end it with a traceback."""
+    places, _ = find_images(["photos"])
+    config = Predict(places * 4, checkpoint, batch_size=1, workers=2)
+    before = set(multiprocessing.active_children())
+    batches = module.classify(open_model(config), places * 4, config, torch.device("cpu"))
+    workers = set(multiprocessing.active_children()) - before  # which have only just started
+    subprocess.run(["kill", "-TERM", *(str(worker.pid) for worker in workers)], check=True)
+    assert [prediction.path for batch in batches for prediction in batch] == places * 4
 
 
 # opening checkpoints

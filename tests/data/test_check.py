@@ -2,7 +2,9 @@
 
 import csv
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ from PIL import Image, ImageFile
 
 from eigengrain import cli
 from eigengrain.commands.datasets import Datasets, describe, run
-from eigengrain.data import find_unreadable, open_dataset
+from eigengrain.data import ImageSet, find_unreadable, open_dataset
 from eigengrain.data.catalogue import ENTRIES
 from eigengrain.data.check import find_problems
 from eigengrain.runtime import output
@@ -54,6 +56,22 @@ def test_problems_are_found(damaged, workers):
     unreadable = find_unreadable(splits[0], workers)
     assert [(p.index, p.kind) for p in unreadable] == [(0, "unreadable"), (1, "truncated")]
     assert all(splits[0].path(p.index).name in p.path for p in unreadable)
+
+
+class Signalled(ImageSet):
+    """Whoever opens the second image gets SIGTERM, as from ``timeout`` or a cluster that stops all processes of a job."""
+
+    def image(self, index):
+        if index == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().image(index)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")
+def test_a_signal_that_reaches_all_processes_leaves_the_workers_to_their_parent(damaged):
+    there = open_dataset("folder", damaged)
+    signalled = Signalled(there.name, there.split, there.classes, there.labels, there.paths)
+    assert find_unreadable(signalled, workers=1) == find_unreadable(there)
 
 
 def test_cut_jpegs_are_found_where_pillow_would_fill_them(folder, monkeypatch):
@@ -182,6 +200,7 @@ def test_list_says_every_layout(capsys):
         ({"action": "check"}, "name the folder: eigengrain datasets check photos, or as a data set: .* check cub /data"),
         ({"action": "check", "name": "cub"}, r"name the folder of cub too: .* check cub FOLDER; .* check \./cub"),
         ({"action": "check", "name": "photos", "options": {"a": 1}}, "--options are those of a data set"),
+        ({"action": "check", "name": "cub", "root": "x", "options": {"split": "test"}}, "split is no option of a data set"),
         ({"action": "check", "name": "plumage"}, "plumage is drawn"),
         ({"name": "cub", "root": "x"}, "are for 'eigengrain datasets check'"),
         ({"name": "cub", "options": {"a": 1}}, "are for 'eigengrain datasets check'"),

@@ -3,6 +3,7 @@
 import multiprocessing
 import signal
 import subprocess
+import time
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import torch
 from PIL import Image
 
 from eigengrain.data import DeviceCache, ImageSet, Transforms, build_transform, make_loader, split_validation
+from eigengrain.data import workers as processes
 from eigengrain.data.decode import ImageError
 from eigengrain.data.loader import Order
 
@@ -78,6 +80,25 @@ def test_workers_outlive_signals_that_are_meant_for_their_parent(files):
         worker.terminate()
         worker.join(10)
     assert [worker.exitcode for worker in workers] == [0] * len(workers)
+
+
+heed = processes._heed_the_parent_alone
+
+
+def heed_late(worker):
+    time.sleep(0.5)
+    heed(worker)
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")
+def test_workers_outlive_signals_that_come_while_they_start(files, monkeypatch):
+    monkeypatch.setattr(processes, "_heed_the_parent_alone", heed_late)
+    before, held = set(multiprocessing.active_children()), signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    batches = iter(make_loader(images(files), 4, train=True, seed=3, workers=1))
+    [worker] = set(multiprocessing.active_children()) - before
+    subprocess.run(["kill", "-TERM", str(worker.pid)], check=True)
+    assert same(make_loader(images(files), 4, train=True, seed=3), batches)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == held
 
 
 def test_no_more_workers_than_cores(files, monkeypatch):
@@ -251,6 +272,12 @@ def test_cache_decodes_once_and_says_its_size(files, monkeypatch):
         cached.set_epoch(epoch)
         list(cached)
     assert sorted(opened) == list(range(COUNT))
+
+
+def test_cache_on_the_cpu_holds_no_shared_memory(files):
+    """What workers send lies there: a cache of it would fill a container's 64 MB, and keep a file open for each batch."""
+    cached = DeviceCache(images(files, "paper"), 5, train=True, device="cpu", workers=1)
+    assert not any(image.is_shared() for image in cached._images.values())
 
 
 def test_cache_of_ranks(files):

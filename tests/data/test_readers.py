@@ -188,6 +188,8 @@ def test_dogs_lists_must_agree(dogs):
 def test_inat_annotations_must_fit(inat2017):
     file = inat2017 / "train2017.json"
     content = json.loads(file.read_text())
+    file.write_text(json.dumps(content), encoding="utf-8-sig")  # as some editors save it
+    assert open_dataset("inat2017", inat2017).labels == [0, 1, 0, 1]
     file.write_text(json.dumps({**content, "annotations": content["annotations"][1:]}))
     with pytest.raises(ValueError, match=r"1 images of .* have no annotation, the first has the id 3"):
         open_dataset("inat2017", inat2017)
@@ -208,6 +210,9 @@ def test_flowers_lists(flowers):
     assert open_dataset("flowers", flowers, with_validation=False).labels == [0, 1]
     savemat(flowers / "setid.mat", {"trnid": [[1, 44]], "valid": [[2]], "tstid": [[3]]})
     with pytest.raises(ValueError, match=r"image number 44, and imagelabels.mat labels 8 images"):
+        open_dataset("flowers", flowers)
+    savemat(flowers / "setid.mat", {"trnid": [[0, 1, 7]], "valid": [[2]], "tstid": [[3]]})
+    with pytest.raises(ValueError, match=r"image number 0, and imagelabels.mat labels 8 images, from 1 on"):
         open_dataset("flowers", flowers)
 
 
@@ -315,6 +320,28 @@ def test_names_and_splits_are_checked(folder):
         open_dataset("plumage", folder)
     with pytest.raises(ValueError, match="imagenet has no options"):
         open_dataset("imagenet", folder, level=1)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("aircraft", {"with_validation": "maybe"}, "option with_validation of aircraft: expected true or false, got"),
+        ("aircraft", {"level": 1}, "option level of aircraft: expected a text, got 1"),
+        ("folder", {"split_file": ["a.csv"]}, "option split_file of folder: expected a text or null, got "),
+        ("plumage", {"size": "big"}, "option size of plumage: expected a whole number, got 'big'"),
+        ("plumage", {"size": 64.5}, "option size of plumage: expected a whole number, got 64.5"),
+        ("plumage", {"per_class": True}, "option per_class of plumage: expected a whole number or null, got True"),
+    ],
+)
+def test_values_of_options_are_checked(name, options, message, tmp_path):
+    """They come from files and from command lines, where anything may stand."""
+    with pytest.raises(ValueError, match=message):
+        open_dataset(name, None if name == "plumage" else tmp_path, **options)
+
+
+def test_whole_numbers_of_numpy_are_some():
+    drawn = open_dataset("plumage", classes=np.int64(2), per_class=np.int32(1), size=32, cache=False)
+    assert len(drawn) == 2
 
 
 def test_real_birds(cub_mini):

@@ -64,6 +64,7 @@ def test_yaml_there_and_back():
         ({"accumulate": 4, "save_every": 6}, "must be a multiple of --accumulate 4, got 6"),
         ({"ema": 1.0}, "--ema must lie between 0 and 1"),
         ({"data": {"val_fraction": 1.0}}, "--data.val_fraction must be"),
+        ({"data": {"options": {"split": "test"}}}, "split is no option of a data set"),
         ({"clip_grad": 0.0}, "--clip_grad must be a number above 0"),
         ({"seed": 1 << 64}, "--seed must be below 2**64, got 18446744073709551616"),
     ],

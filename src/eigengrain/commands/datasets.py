@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from eigengrain.data.catalogue import ENTRIES, Entry, find_entry
+from eigengrain.data.catalogue import ENTRIES, Entry, check_names, find_entry
 from eigengrain.data.files import printable
 from eigengrain.errors import unknown_name
 from eigengrain.runtime import output
@@ -65,6 +65,7 @@ class Datasets:
                 raise ValueError(f"--options are those of a data set: name it before its folder, as in {_EXAMPLE}")
         elif self.root is not None or self.out is not None or self.options:
             raise ValueError("a folder, --options and --out are for 'eigengrain datasets check'; the list needs none")
+        check_names(self.options)
         if self.workers < 0:
             raise ValueError(f"--workers must be at least 0, got {self.workers}")
 
@@ -114,7 +115,7 @@ def check(config: Datasets) -> int:
 
     out = writable(config.out) if config.out is not None else None
     found = _open_folder(config) if config.root is None else _open_by_name(config)
-    problems = [*found.empty, *find_problems(found.splits, min(config.workers, os.cpu_count() or 1))]
+    problems = [*found.empty, *find_problems(found.splits, config.workers)]
     if out is not None:
         _write(out, problems)
     spoilt = not all(map(_is_harmless, problems))

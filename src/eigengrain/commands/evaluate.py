@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from eigengrain.commands.checkpoint import ARGUMENTS, model_folder, plain_transform, training_folder
 from eigengrain.commands.options import check_choices, check_least
+from eigengrain.data.catalogue import check_names
 from eigengrain.data.config import Transforms
 from eigengrain.errors import did_you_mean
 from eigengrain.runtime import output
@@ -69,7 +70,8 @@ class Evaluate:
 
 
 def check_data_options(data: str | None, options: dict[str, Any]) -> None:
-    """Refuse options of a data set that is not named, as nothing would follow them."""
+    """Refuse options of a data set that is not named, as nothing would follow them, and what is no option of a data set."""
+    check_names(options)
     if options and data is None:
         raise ValueError(f"--data_options are for the data set that --data names, and there is no --data: got {options}")
 

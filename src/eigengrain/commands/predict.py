@@ -181,14 +181,15 @@ def classify(model: "CovarianceNet", paths: Sequence[str], config: Predict, devi
     """Predictions for image files, batch by batch in their order; worker processes start at the call."""
     import torch
     from timm.data import create_transform
-    from torch.utils.data import DataLoader
+
+    from eigengrain.data.workers import Workers
 
     batches = -(-len(paths) // config.batch_size)
-    loader: DataLoader[Any] = DataLoader(
+    loader = Workers(
         _Images(paths, create_transform(**preparation(model, config.img_size))),  # type: ignore[arg-type]
+        _stacked,
+        workers=min(config.workers, batches) if batches > 1 else 0,
         batch_size=config.batch_size,
-        num_workers=min(config.workers, os.cpu_count() or 1, batches) if batches > 1 else 0,
-        collate_fn=_stacked,
     )
     names = model.class_names or []
     topk = min(config.topk, model.num_classes)

@@ -7,16 +7,17 @@ from typing import NamedTuple, get_origin
 
 from eigengrain.commands.options import Option
 
-QUIET, JSON = ("-q", "--quiet"), ("--json",)
+QUIET, JSON, PRINT = ("-q", "--quiet"), ("--json",), ("--print_config",)
 
 
 class Words(NamedTuple):
-    """Options for the parser, texts that it need not read, and how the command is to speak."""
+    """Options for the parser, texts that it need not read, how the command is to speak, and whether to show them only."""
 
     options: list[str]
     texts: dict[str, str | list[str]]
     quiet: bool
     json: bool
+    print_config: bool
 
 
 def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[str, str]) -> Words:
@@ -36,7 +37,7 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
     Example:
         >>> options = [Option("name", "", str, ""), Option("sizes", "", list[int], [])]
         >>> named(["birds", "--sizes", "1,2", "-q"], options, {"name": "?"})
-        Words(options=['--sizes=[1,2]'], texts={'name': 'birds'}, quiet=True, json=False)
+        Words(options=['--sizes=[1,2]'], texts={'name': 'birds'}, quiet=True, json=False, print_config=False)
     """
     known = {option.name: option for option in options}
     # --data FILE holds the options --data.name, --data.root and so on
@@ -45,7 +46,7 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
     loose: list[str] = []
     typed: set[str] = set()
     texts: dict[str, str | list[str]] = {}
-    quiet = as_json = False
+    quiet = as_json = show = False
     rest = deque(words)
     while rest:
         word = rest.popleft()
@@ -59,6 +60,8 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
             quiet = True
         elif word in JSON:
             as_json = True
+        elif word in PRINT:
+            show = True
         elif not word.startswith("-") or word == "-":
             loose.append(word)
         elif not takes_value or not word.startswith("--"):
@@ -80,7 +83,7 @@ def named(words: Sequence[str], options: Sequence[Option], positional: Mapping[s
         takes = ", ".join(name.upper() for name in positional)
         expected = f"besides options there is {takes} only" if takes else "only options are expected here"
         raise ValueError(f"unexpected argument {loose[0]!r}: {expected}")
-    return Words(found, texts, quiet, as_json)
+    return Words(found, texts, quiet, as_json, show)
 
 
 def _listed(value: str, option: Option) -> str:

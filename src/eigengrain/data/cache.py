@@ -102,8 +102,9 @@ class DeviceCache(Batches):
         for turn, (numbers, shapes, pixels) in enumerate(tracked(decoded, len(decoded), title, show=progress)):
             if turn == 0:
                 self._check_room(pixels.numel() / len(numbers) * len(wanted))
-            # one copy for all of them; the parts share its memory
-            parts = pixels.to(self.device).split([shape.numel() for shape in shapes])
+            # one copy for all of them, whose memory the parts share; on the CPU too, as what a worker sends lies in shared
+            # memory, of which there may be little, and holds a file open
+            parts = pixels.to(self.device, copy=True).split([shape.numel() for shape in shapes])
             self._images |= {n: part.view(shape) for n, part, shape in zip(numbers, parts, shapes, strict=True)}
 
     def _check_room(self, needed: float) -> None:

@@ -1,5 +1,6 @@
 """What data sets there are and how their folders look. No torch here: the command line lists them at once."""
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from eigengrain.errors import unknown_name
@@ -138,7 +139,7 @@ ENTRIES = (
             ("or: CLASS/*.jpg, split.csv", "all images, and a table with the columns path and split (train or test)"),
         ),
         "eigengrain.data.folder:open_folder",
-        options={"split_file": "the table, if it has another name than split.csv"},
+        options={"split_file": "path of the table, if it is not split.csv in the folder"},
     ),
     Entry(
         "plumage",
@@ -170,3 +171,22 @@ def find_entry(name: str) -> Entry:
         if entry.name == name:
             return entry
     raise unknown_name("data set", name, list_datasets())
+
+
+def check_names(options: Iterable[str]) -> None:
+    """See that the options of a reader are none of what ``open_dataset`` is given besides them.
+
+    Raises:
+        ValueError: for one that is.
+
+    Example:
+        >>> check_names({"level": "family", "split": "test"})
+        Traceback (most recent call last):
+            ...
+        ValueError: split is no option of a data set's reader, but of the command: take it out of the mapping
+    """
+    for option in options:
+        if option in ("name", "root", "split"):
+            raise ValueError(
+                f"{option} is no option of a data set's reader, but of the command: take it out of the mapping"
+            )

@@ -7,11 +7,11 @@ from typing import Literal
 
 import torch
 from PIL import ImageFile
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.progress import tracked
-from eigengrain.data.workers import at_most_one_per_core
+from eigengrain.data.workers import Workers
 
 #: images that a worker looks at before it reports
 _TOGETHER = 8
@@ -66,12 +66,8 @@ def find_problems(
     problems: list[Problem] = []
     first_with: dict[bytes, tuple[ImageSet, int]] = {}
     for dataset in datasets:
-        looked_at = DataLoader(
-            _Looked(dataset, duplicates),
-            batch_size=_TOGETHER,
-            num_workers=at_most_one_per_core(workers),
-            collate_fn=list,
-            generator=torch.Generator(),
+        looked_at = Workers(
+            _Looked(dataset, duplicates), list, workers=workers, batch_size=_TOGETHER, generator=torch.Generator()
         )
         title = f"checking {dataset.name} ({dataset.split})"
         for batch in tracked(looked_at, len(dataset), title, step=_TOGETHER, show=progress):

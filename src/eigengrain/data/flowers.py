@@ -31,10 +31,11 @@ def open_flowers(root: str | Path, split: str, with_validation: bool = True) -> 
     ids = read_mat(entry, split_file)
     keys = ["tstid"] if split == "test" else ["trnid", "valid"] if with_validation else ["trnid"]
     numbers = np.concatenate([np.atleast_1d(mat_value(entry, split_file, ids, key)) for key in keys]).astype(int)
-    if numbers.size and not 1 <= numbers.min() <= numbers.max() <= len(all_labels):
+    wrong = numbers[(numbers < 1) | (numbers > len(all_labels))]
+    if wrong.size:
         raise ValueError(
-            f"flowers: setid.mat has image number {numbers.max()}, and imagelabels.mat labels {len(all_labels)} images: "
-            "take both files from one release"
+            f"flowers: setid.mat has image number {wrong[0]}, and imagelabels.mat labels {len(all_labels)} images, "
+            "from 1 on: take both files from one release"
         )
     paths = [root / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
     check_files(entry, split_file, paths)

@@ -113,7 +113,7 @@ def read_json(entry: Entry, file: Path) -> Any:
         ValueError: naming the file, if it is none.
     """
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{entry.name}: cannot read {file} as JSON ({error})") from None
 

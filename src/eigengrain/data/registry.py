@@ -2,8 +2,10 @@
 
 import inspect
 from importlib import import_module
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from eigengrain.data.catalogue import find_entry
 from eigengrain.data.files import permitted
@@ -36,7 +38,7 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
         if root is not None:
             raise ValueError(f"{name} is drawn, not read: leave the folder {str(root)!r} out")
     elif root is None:
-        raise layout_error(entry, None, "give the folder that holds it, --data.root of 'eigengrain train'")
+        raise layout_error(entry, None, "give the folder that holds it (--root, in a training --data.root)")
     module, function = entry.reader.split(":")
     reader = getattr(import_module(module), function)
     _check_options(name, reader, options)
@@ -55,3 +57,32 @@ def _check_options(name: str, reader: Any, options: dict[str, Any]) -> None:
             if not known:
                 raise ValueError(f"{name} has no options, got {option!r}")
             raise unknown_name(f"option of {name}", option, known)
+    hints = get_type_hints(reader)
+    for option, value in options.items():  # a file or a command line may say anything
+        if not _fits(value, hints[option]):
+            raise ValueError(f"option {option} of {name}: expected {_in_words(hints[option])}, got {value!r}")
+
+
+#: what the types of options are called; those of Python alone are not spoken of
+_WORDS = {bool: "true or false", int: "a whole number", str: "a text", NoneType: "null"}
+
+
+def _kinds(hint: Any) -> tuple[Any, ...]:
+    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value is of a type; NumPy's whole numbers are some, and true and false are none.
+
+    Example:
+        >>> _fits(3, int | None), _fits(True, int | None), _fits(None, int | None), _fits("3", int | None)
+        (True, False, True, False)
+    """
+    classes = [get_origin(kind) or kind for kind in _kinds(hint)]
+    if isinstance(value, bool):
+        return bool in classes
+    return isinstance(value, tuple(Integral if kind is int else kind for kind in classes))
+
+
+def _in_words(hint: Any) -> str:
+    return " or ".join(_WORDS[kind] for kind in _kinds(hint) if kind in _WORDS)

@@ -3,7 +3,8 @@
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from threading import Thread
 from typing import Any
 
@@ -38,13 +39,15 @@ class Workers:
         options: of the DataLoader.
     """
 
-    def __init__(self, dataset: Dataset[Any], collate: Callable[[Sequence[Any]], Any], *, workers: int, **options: Any):
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, workers: int, **options: Any):
         options |= {"num_workers": at_most_one_per_core(workers), "collate_fn": _Collate(collate)}
         options |= {"worker_init_fn": _heed_the_parent_alone}
         self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), **options)
 
     def __iter__(self) -> Iterator[Any]:
-        return self._raised(iter(self._loader))  # the workers start now, not at the first batch
+        with _signals_wait():
+            batches = iter(self._loader)  # the workers start now, not at the first batch
+        return self._raised(batches)
 
     @staticmethod
     def _raised(batches: Iterator[Any]) -> Iterator[Any]:
@@ -57,21 +60,37 @@ class Workers:
         return len(self._loader)
 
 
+#: signals that reach all processes of a group or of a job, where the system says who sends one (not on macOS)
+_OF_GROUPS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else ()
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Hold back the signals that workers do not heed; those that start meanwhile hold them back from their first moment."""
+    if not _OF_GROUPS:
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 def _heed_the_parent_alone(worker: int) -> None:
     """Let a worker end when its parent says so, or is gone, and not at signals that are meant for the parent.
 
     Ctrl-C, ``timeout``, torchrun and clusters send theirs to all processes of a group or of a job. A worker that died of it
     would be an error in the middle of the parent's work, which wants to finish its step and write a checkpoint first.
     """
-    if not hasattr(signal, "sigwaitinfo"):  # not on macOS
+    if not _OF_GROUPS:
         return
-    theirs = (signal.SIGINT, signal.SIGTERM)
-    signal.pthread_sigmask(signal.SIG_BLOCK, theirs)  # of this thread and of those that it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)  # of this thread and of those that it starts
     parent = multiprocessing.parent_process()
     assert parent is not None  # a worker has one
 
     def listen() -> None:
-        while signal.sigwaitinfo(theirs).si_pid != parent.pid:
+        while signal.sigwaitinfo(_OF_GROUPS).si_pid != parent.pid:
             pass
         os._exit(0)
 
@@ -97,10 +116,10 @@ class _Answers(Dataset[Any]):
 class _Collate:
     """Batches, or the first error in their place."""
 
-    def __init__(self, collate: Callable[[Sequence[Any]], Any]):
+    def __init__(self, collate: Callable[[list[Any]], Any]):
         self.collate = collate
 
-    def __call__(self, samples: Sequence[Any]) -> Any:
+    def __call__(self, samples: list[Any]) -> Any:
         for sample in samples:
             if isinstance(sample, ImageError):
                 return sample

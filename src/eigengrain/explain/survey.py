@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from eigengrain.data.boxes import object_mask, part_mask
 from eigengrain.data.imageset import ImageSet, stack
 from eigengrain.data.loader import Order
-from eigengrain.data.workers import at_most_one_per_core
+from eigengrain.data.workers import Workers
 from eigengrain.errors import unknown_name
 from eigengrain.explain import measures as m
 from eigengrain.explain.deletion import deletion_curve, insertion_curve
@@ -310,10 +310,7 @@ def image_batches(
     order = Order(len(dataset), batch_size, train=False, rank=rank, world_size=world_size)
     # its own generator, so that starting draws nothing from that of the caller
     generator = torch.Generator().manual_seed(0)
-    source: Any = _Located(dataset, regions)
-    sampler: Any = order
-    workers = at_most_one_per_core(workers)
-    return DataLoader(source, batch_sampler=sampler, num_workers=workers, collate_fn=_collate, generator=generator)
+    return Workers(_Located(dataset, regions), _collate, workers=workers, batch_sampler=order, generator=generator)
 
 
 class _Sample(NamedTuple):

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, get_args, get_type_hints
 
+from eigengrain.data.catalogue import check_names
 from eigengrain.data.config import Transforms
 from eigengrain.errors import unknown_name
 
@@ -44,6 +45,7 @@ class Data:
     def __post_init__(self) -> None:
         if not 0 <= self.val_fraction < 1:
             raise ValueError(f"--data.val_fraction must be at least 0 and below 1, got {self.val_fraction}")
+        check_names(self.options)
 
 
 @dataclass(frozen=True)
