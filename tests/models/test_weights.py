@@ -443,3 +443,15 @@ def test_the_end_of_a_name_in_capitals(tmp_path):
     torch.save(saved, tmp_path / "MODEL.PTH")
     load_weights(model, tmp_path / "MODEL.PTH")
     assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_a_file_of_a_deeper_network_is_said(tmp_path, caplog):
+    deeper = create_model("resnet26", head="mpncov", num_classes=3, reduce=4, layers=(1, 2, 1, 3))
+    save_pretrained(deeper, tmp_path)
+    load_weights(tiny(), tmp_path)
+    [said] = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert said.endswith("has more blocks than resnet26, 3 (layer2.1, layer4.1, …): is it of a deeper network?")
+    caplog.clear()
+    save_pretrained(tiny(200), tmp_path)
+    load_weights(tiny(), tmp_path)
+    assert not [record for record in caplog.records if record.levelno == logging.WARNING]

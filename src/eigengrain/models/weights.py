@@ -3,6 +3,7 @@
 import logging
 import os
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 
 from torch import Tensor
@@ -92,6 +93,9 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
             model.config["backbone"],
             missing,
         )
+    elif best.blocks_left:
+        more = _summary(tuple(best.blocks_left), shown=2)
+        logger.warning("%s has more blocks than %s, %s: is it of a deeper network?", path, model.config["backbone"], more)
     for line in str(report).splitlines():
         logger.info(line)
     return report
@@ -130,6 +134,19 @@ class _Fit:
         self.backbone_missing = [name for name in needed if name.startswith(BACKBONE) and name not in self.matched]
         self.loads_backbone = any(name.startswith(BACKBONE) for name in self.matched)
         self.ignored = sorted(old for name, (old, _) in reading.items() if name not in wanted)
+
+    @property
+    def blocks_left(self) -> list[str]:
+        """Blocks of the file, as the model would name them, that have a number beyond those of the model's own."""
+        has = {part for name in self.matched for part in accumulate(name.split("."), "{}.{}".format)}
+        found: dict[str, None] = {}
+        for name in self.reading:
+            parts = list(accumulate(name.split("."), "{}.{}".format))
+            first = next((part for part in parts if part not in has), "")
+            parent, _, number = first.rpartition(".")
+            if name.startswith(BACKBONE) and number.isdigit() and parent in has and first != name:
+                found[first.removeprefix(BACKBONE)] = None
+        return list(found)
 
     @property
     def complete(self) -> bool:
