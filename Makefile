@@ -38,9 +38,10 @@ lint: $(STAMP)
 bench: $(STAMP)
 	$(BIN)/eigengrain bench functional
 
-# the pages, in site/index.html; a warning is an error
+# the pages, in site/index.html; a warning is an error. All of them are made anew (-E -a): what a page takes from the package, such
+# as the help of the commands, may have changed where its own file has not
 docs: $(VENV)/.docs-installed
-	$(BIN)/sphinx-build -q -W --keep-going -b html docs site
+	$(BIN)/sphinx-build -q -W --keep-going -E -a -b html docs site
 	@rm -rf jupyter_execute  # where the notebooks' pictures were before they came to site/
 	@echo "site/index.html"
 

@@ -39,7 +39,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], literal: Sequence
 
 def _with_options(text: str) -> list[nodes.Node]:
     """Text in which options of the command line, with their values, are set as code: their two dashes stay two."""
-    parts = re.split(r"(--\w[\w.]*(?: (?!--)[^\s,;]+)?)", text)
+    parts = re.split(r"(--\w[\w.]*(?: (?!--)[^\s,;)]+)?)", text)
     return [nodes.literal(part, part) if part.startswith("--") else nodes.Text(part) for part in parts if part]
 
 

@@ -31,6 +31,27 @@ def test_every_name_of_the_reference_exists():
                 assert hasattr(importlib.import_module(owner), name), path
 
 
+def test_options_in_a_table_are_code_with_their_value_and_without_the_bracket_after_it(monkeypatch):
+    pytest.importorskip("sphinx")
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "extensions"))
+    tables = importlib.import_module("measured_tables")
+    table = tables.table(["result"], [["84.8 % (with --data.val_fraction 0.1), --compile --model.weights FILE"]])
+    [body] = table.findall(tables.nodes.tbody)
+    assert [code.astext() for code in body.findall(tables.nodes.literal)] == [
+        "--data.val_fraction 0.1",
+        "--compile",
+        "--model.weights FILE",
+    ]
+    assert body.astext() == "84.8 % (with --data.val_fraction 0.1), --compile --model.weights FILE"
+
+
+def test_make_keeps_no_page_of_an_earlier_build():
+    """The help of a command and the list of recipes change without their pages."""
+    said = subprocess.run(["make", "-n", "docs"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    [build] = [line.split() for line in said.splitlines() if "sphinx-build" in line]
+    assert {"-E", "-a", "-W"} <= set(build)
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     for needed in ("sphinx", "furo", "myst_nb"):

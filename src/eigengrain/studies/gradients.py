@@ -199,6 +199,6 @@ def run(config: GradientTour) -> None:
     html_path.write_text(text, encoding="utf-8")
     for table in data:
         console.print(on_terminal(table), "")
-    said = f"report: {html_path}   next: make test, eigengrain bench functional"
+    said = f"report: {html_path}   next: eigengrain bench functional"
     console.print(said, soft_wrap=True, highlight=False, markup=False)
     output.result({"rows": rows, "environment": environment, "files": [csv_path, *pictures, html_path]}, [html_path])
