@@ -118,6 +118,16 @@ def test_a_good_upload_is_seen_and_its_file_deleted(server, http, lens, tmp_path
     assert "large: 40" in answer[1]
 
 
+def test_the_same_file_of_two_visitors_at_once_is_seen_by_both(server, http, lens, tmp_path):
+    lens.images.image(1).save(tmp_path / "bird.png")
+    first, second = (put(http, "bird.png", (tmp_path / "bird.png").read_bytes()) for _ in range(2))
+    assert first == second  # one file on the disk
+    (one,), (other,) = (ask(server, ("upload", ["seb", as_file(kept)])) for kept in (first, second))
+    assert one[0] != other[0]
+    assert lens.look(one[0]).pixels.equal(lens.look(other[0]).pixels)
+    assert not Path(first).exists()
+
+
 def test_files_that_are_too_large_do_not_come_in(http):
     answer = put(http, "large.png", bytes(MAX_BYTES + 1000))
     assert answer.status_code == 413

@@ -163,16 +163,32 @@ def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
         run_jobs(lambda: two(epochs=2)[:1], tmp_path)
 
 
-@pytest.mark.parametrize("part", ["config", "scores", "seconds", "epochs", "environment", "analyses", "half", "list"])
+PARTS = ("config", "scores", "seconds", "epochs", "environment", "analyses")
+
+
+@pytest.mark.parametrize("part", [*PARTS, "half", "list", "text"])
 def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
     job, path = two()[0], tmp_path / "seed0.json"
     whole = {"config": described(job.config), "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}
     path.write_text(json.dumps(whole))
     assert read_record([tmp_path], job) == whole
-    texts = {"half": json.dumps(whole)[:100], "list": "[1]"}
-    path.write_text(texts.get(part) or json.dumps({key: value for key, value in whole.items() if key != part}))
-    with pytest.raises(ValueError, match=r"seed0\.json is not a record of a run \(.*\): remove it"):
-        read_record([tmp_path], job)
+    texts = {"half": json.dumps(whole)[:100], "list": "[1]", "text": json.dumps(" ".join(PARTS))}
+    without = {key: value for key, value in whole.items() if key != part}
+    for text in (texts.get(part) or json.dumps(without), texts.get(part) or json.dumps({**without, part: None})):
+        path.write_text(text)
+        with pytest.raises(ValueError, match=r"seed0\.json is not a record of a run \(.*\): remove it"):
+            read_record([tmp_path], job)
+
+
+def test_a_record_of_other_options_from_elsewhere_names_the_option_that_brought_it(tmp_path):
+    job = two()[0]
+    whole = {"config": {}, "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "seed0.json").write_text(json.dumps(whole))
+    with pytest.raises(ValueError, match=r"or choose another --records$"):
+        read_record([tmp_path / "ours", tmp_path / "theirs"], job)
+    with pytest.raises(ValueError, match=r"or choose another --out$"):
+        read_record([tmp_path / "theirs"], job)
 
 
 def test_a_training_that_diverges_is_a_result_and_the_others_go_on(drawn, trained_runs, tmp_path):

@@ -264,6 +264,9 @@ def test_the_list_says_what_each_study_costs_and_how_that_is_known(capsys, tmp_p
     assert "as stated for one NVIDIA H200" in said
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
     assert re.search(r"\b30\s+43 min", lines["gcp-methods"])  # 5 heads: 3 rates and 3 seeds of 15 epochs each
+    assert said.splitlines()[0].strip() == "studies, scale small, fair protocol"
+    assert cli.main(["study", "list", "--out", str(tmp_path), "--protocol", "both"]) == 0
+    assert capsys.readouterr().out.splitlines()[0].strip() == "studies, scale small, both protocols"
     assert cli.main(["study", "list", "--out", str(tmp_path), "--json"]) == 0
     listed = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
     assert listed["gcp-methods"]["runs"] == 30

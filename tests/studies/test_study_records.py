@@ -243,7 +243,7 @@ def test_a_factor_that_makes_vectors_longer_is_tried_at_lower_rates(tmp_path):
     assert grids["‖Q‖"][0] == pytest.approx(3 / 144, rel=1e-2)
 
 
-def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
+def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path, monkeypatch):
     setup = setup_of(tmp_path)
     config = setup.config(BIRDS)
     [job] = setup.finals(BIRDS, config, 10, (0,))
@@ -256,6 +256,10 @@ def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path):
     assert found.rows[0]["fair_protocol_rate_chosen"] == 0
     assert found.rows[0]["device_name"] == "a device"
     assert any("no comparison" in note for note in found.notes)
+    drawn = []
+    monkeypatch.setattr("eigengrain.studies.study_plot.draw_dots", lambda panels, what, path: drawn.append(panels))
+    found.draw(tmp_path / "figure.png")
+    assert [dots.ours for dots in drawn[0]["Birds"]] == [{"ours, fair, rate not chosen": [79.46]}, {}]
 
 
 def test_a_network_at_another_rate_than_the_best_is_analysed_as_that(tmp_path):
@@ -486,9 +490,22 @@ def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
         record(setup, job, 70.0)
     (tmp_path / "records/half.json").write_text('{"name": "half", "epo')  # of which the list of studies does not speak
     (tmp_path / "records/others.json").write_text("[1, 2]")
+    old = json.loads(next((tmp_path / "records").glob("*-s0.json")).read_text()) | {"config": {}}
+    (tmp_path / "records/old.json").write_text(json.dumps(old))
     again = cost(study, setup, Speeds(setup, measured=False))
     assert again.known == "records"
     assert again.seconds == pytest.approx(images / 500, rel=1e-6)
+
+
+def test_the_speed_of_a_backbone_is_that_of_its_records_whatever_its_weights(tmp_path):
+    (tmp_path / "vgg16.safetensors").touch()
+    row = replace(BIRDS, backbone="vgg16")
+    setup = setup_of(tmp_path, weights=str(tmp_path))
+    record(setup, setup.jobs(row, "fair")[0], 70.0)
+    others = setup_of(tmp_path)
+    assert [each.config(row).model.backbone for each in (setup, others)] == ["vgg16", "vgg16_bn.tv_in1k"]
+    for each in (setup, others):
+        assert Speeds(each, measured=False).of(row, each.config(row)) == (500.0, "records")
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])

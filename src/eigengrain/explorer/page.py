@@ -13,10 +13,12 @@ import gradio as gr
 from PIL import Image
 
 from eigengrain.commands.explain import CUTS, SCALES
+from eigengrain.data.decode import ImageError
 from eigengrain.explain.perturbation import TOWARD
 from eigengrain.explain.rectifier_rules import RULES
 from eigengrain.explorer import downloads, views
-from eigengrain.explorer.limits import CONCURRENCY, CONCURRENT_MAPS, MAX_RUNS, MAX_STEPS, open_upload
+from eigengrain.explorer.limits import CONCURRENCY, CONCURRENT_MAPS, KEPT_BYTES, MAX_RUNS, MAX_STEPS, open_upload
+from eigengrain.explorer.memory import Memory
 from eigengrain.explorer.perturbing import Perturbation
 from eigengrain.explorer.session import EXAMPLE, Lens, facts
 from eigengrain.explorer.view import FIRST_RULES, PREDICTED, View, make_view, read_view
@@ -70,6 +72,8 @@ class Page:
 
     def __init__(self, lenses: Mapping[str, Lens], uploads: str | Path):
         self.lenses, self.uploads = dict(lenses), Path(uploads)
+        #: by file, whose name says its content: where two visitors send the same one, the first to be answered deletes it
+        self._opened = Memory[Image.Image](KEPT_BYTES // 4, lambda image: 3 * image.width * image.height)
         #: by visitor
         self._running: dict[str, Perturbation] = {}
 
@@ -174,11 +178,21 @@ class Page:
         if not path:
             raise ValueError("nothing was uploaded")
         try:
-            image = open_upload(path, self.uploads)
-            look = self.lens(model).upload(image, f"uploaded: {Path(path).name}")
+            look = self.lens(model).upload(self._open(path), f"uploaded: {Path(path).name}")
         finally:
             self._forget(path)
         return look.key, None
+
+    def _open(self, path: str) -> Image.Image:
+        try:
+            image = open_upload(path, self.uploads)
+        except (ImageError, OSError):
+            opened = self._opened.get(path)
+            if opened is None:
+                raise
+            return opened
+        self._opened.put(path, image)
+        return image
 
     def _forget(self, path: str) -> None:
         file = Path(path).resolve()

@@ -208,7 +208,7 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
         tables.append(TableData(caption, ["", "paper", *(HEADINGS[p] for p in protocols)], lines))
     notes = [PROTOCOLS[p] for p in protocols]
     if any(score.chosen is False for each in scores for score in each["fair"]):
-        notes.append("not chosen: a rate of the grid, before all of them were tried on validation images: no comparison.")
+        notes.append("not chosen: a rate of the search, before all of them were tried on validation images: no comparison.")
     if setup.options.scale == "smoke":
         notes.append(SMOKE_NOTE)
     csv = [csv_row(setup, row, each) for row, each in zip(rows, scores, strict=True)]
@@ -219,7 +219,8 @@ def accuracy_findings(setup: Setup, rows: Sequence[Row], digits: int = 1) -> Fin
         panels: dict[str, list[Dots]] = {}
         for row, each in zip(rows, scores, strict=True):
             if row.metric == "test_top1":
-                ours = {HEADINGS[p]: list(each[p][-1].values) for p in protocols if each[p] and each[p][-1].values}
+                last = {p: each[p][-1] for p in protocols if each[p] and each[p][-1].values}
+                ours = {HEADINGS[p] + ", rate not chosen" * (s.chosen is False): list(s.values) for p, s in last.items()}
                 panels.setdefault(data_title(setup, row.data), []).append(Dots(titled(row), row.printed, ours))
         draw_dots(panels, "test accuracy, %", path)
 

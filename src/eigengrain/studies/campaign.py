@@ -144,7 +144,8 @@ def show_list(options: StudyRun, console: Console) -> None:
         rows.append({**what, "runs": said.runs, "training_seconds": round(said.seconds)})
         lines.append([*map(Cell, what.values()), Cell(str(said.runs or "–")), Cell(_duration(said.seconds))])
     heads = ["name", "in the paper", "what", "on", "runs", "training"]
-    shown = on_terminal(TableData(f"studies, scale {options.scale}, {options.protocol} protocol", heads, lines))
+    under = "both protocols" if options.protocol == "both" else f"{options.protocol} protocol"
+    shown = on_terminal(TableData(f"studies, scale {options.scale}, {under}", heads, lines))
     for column in shown.columns[:4]:
         column.justify, column.no_wrap = "left", False
     console.print(shown)

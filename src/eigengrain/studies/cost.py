@@ -6,7 +6,7 @@ from pathlib import Path
 
 from eigengrain.studies.comparison import job_name
 from eigengrain.studies.jobs import open_record
-from eigengrain.studies.settings import NETWORKS, training_images
+from eigengrain.studies.settings import NETWORKS, network_name, training_images
 from eigengrain.studies.study import Row, Setup, Study
 from eigengrain.training.config import Train
 
@@ -50,8 +50,7 @@ class Speeds:
     def _find(self, row: Row, config: Train) -> tuple[float, str]:
         if self._measured and (speed := _timed(config)) is not None:
             return speed, "measured"
-        name = config.model.backbone.split(".")[0]
-        found = self._recorded.get((name, config.data.transforms.img_size, config.amp))
+        found = self._recorded.get((row.backbone, config.data.transforms.img_size, config.amp))
         if found:
             return statistics.median(found), "records"
         pixels = (448 / config.data.transforms.img_size) ** 2
@@ -59,17 +58,18 @@ class Speeds:
 
 
 def _recorded(places: list[Path]) -> dict[tuple[str, int, str], list[float]]:
-    """Backbone, size and precision to the median speeds of runs."""
+    """Backbone as studies call it, size and precision to the median speeds of runs."""
     found: dict[tuple[str, int, str], list[float]] = {}
     for file in (file for place in places for file in sorted(place.glob("*.json"))):
         try:
             record = open_record(file)
-        except ValueError:  # of something else than a run, or half of one, of which its study will speak
+            config = record["config"]
+            network = network_name(config["model"]["backbone"])
+            key = network, config["data"]["transforms"]["img_size"], config["amp"]
+        except (ValueError, KeyError):  # of something else than a run, or half of one, of which its study will speak
             continue
         speeds = [row["images_per_second"] for row in record["epochs"] if row.get("images_per_second")]
         if speeds:
-            config = record["config"]
-            key = config["model"]["backbone"].split(".")[0], config["data"]["transforms"]["img_size"], config["amp"]
             found.setdefault(key, []).append(statistics.median(speeds))
     return found
 

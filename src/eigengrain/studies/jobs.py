@@ -7,7 +7,7 @@ alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, wh
 import json
 import shutil
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,8 +32,15 @@ Record = dict[str, Any]
 #: seconds between two looks at runs of other processes
 LOOK_AGAIN = 2.0
 
-#: what those who read a record look for in it
-_PARTS = ("config", "scores", "seconds", "epochs", "environment", "analyses")
+#: what those who read a record look for in it, and of which kind it is
+_PARTS: Mapping[str, type | tuple[type, ...]] = {
+    "config": dict,
+    "scores": dict,
+    "seconds": (int, float),
+    "epochs": list,
+    "environment": dict,
+    "analyses": dict,
+}
 
 #: options that say where things are on this machine
 _PLACES = {("data", "root"), ("model", "weights")}
@@ -65,25 +72,25 @@ def described(config: Train) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in ("out", "resume", "dry_run")}
 
 
-def open_record(path: Path, parts: Sequence[str] = _PARTS) -> Record:
+def open_record(path: Path, parts: Mapping[str, type | tuple[type, ...]] = _PARTS) -> Record:
     """A record from its file.
 
     Args:
         path: of the file.
-        parts: what those who read it look for in it.
+        parts: what those who read it look for in it, and of which kind it is.
 
     Raises:
         ValueError: if it is none, or only a part of one.
     """
     try:
-        record = json.loads(path.read_text(encoding="utf-8"))
-        lacking = [part for part in parts if part not in record]
-    except (ValueError, TypeError) as error:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
+    record: Record = found if isinstance(found, dict) else {}
+    lacking = [part for part, kind in parts.items() if not isinstance(record.get(part), kind)]
     if lacking:
         raise ValueError(f"{path} is not a record of a run (it has no {', '.join(lacking)}): remove it")
-    found: Record = record
-    return found
+    return record
 
 
 def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ()) -> Record | None:
@@ -105,7 +112,7 @@ def read_record(places: Sequence[Path], job: Job, ignored: Collection[str] = ())
     if changed:
         raise ValueError(
             f"{path} is of a run with other options ({', '.join(changed[:5])}): remove it to run again, or choose another "
-            "--out"
+            f"{'--out' if path.parent == places[0] else '--records'}"
         )
     return record
 

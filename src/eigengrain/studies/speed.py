@@ -46,7 +46,7 @@ def measure(setup: Setup) -> None:
 
 def _records(setup: Setup) -> dict[str, dict[str, Any]]:
     files = [file for place in reversed(setup.places) for file in sorted(place.glob(f"speed-{setup.options.scale}-*.json"))]
-    return {file.stem: open_record(file, ("rows", "environment")) for file in files}
+    return {file.stem: open_record(file, {"rows": list, "environment": dict}) for file in files}
 
 
 def findings(setup: Setup, rows: Sequence[Row]) -> Findings:
