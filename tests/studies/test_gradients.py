@@ -181,7 +181,7 @@ def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
 
     last = capsys.readouterr().out.strip().splitlines()[-1]
     assert str(out / "report.html") in last
-    assert "make test" in last
+    assert "next: eigengrain bench functional" in last
     assert "eigengrain bench functional" in last
     assert torch.get_num_threads() >= 1
 
