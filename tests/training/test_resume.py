@@ -96,14 +96,20 @@ def acts_at_once():
         signal.signal(number, handler)
 
 
+def raising(*numbers):
+    """Signals one after the other in the first step."""
+
+    def step(epoch, batch, loss):
+        for number in numbers:
+            signal.raise_signal(number)
+
+    return step
+
+
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, acts_at_once, first):
-    def both(epoch, batch, loss):
-        signal.raise_signal(first)
-        signal.raise_signal(signal.SIGTERM)
-
     with pytest.raises(Interrupted):
-        train(small(tmp_path), colours(), both)
+        train(small(tmp_path), colours(), raising(first, signal.SIGTERM))
     assert read_checkpoint(tmp_path / "last.pt")["progress"]["batch"] == 1
     with pytest.raises(ActedAtOnce):  # as before the training
         signal.raise_signal(signal.SIGTERM)
@@ -111,12 +117,8 @@ def test_a_second_sigterm_does_not_cost_the_checkpoint(tmp_path, acts_at_once, f
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_ctrl_c_does_not_wait(tmp_path, acts_at_once, first):
-    def both(epoch, batch, loss):
-        signal.raise_signal(first)
-        signal.raise_signal(signal.SIGINT)
-
     with pytest.raises(ActedAtOnce):
-        train(small(tmp_path), colours(), both)
+        train(small(tmp_path), colours(), raising(first, signal.SIGINT))
     assert not (tmp_path / "last.pt").exists()
 
 
