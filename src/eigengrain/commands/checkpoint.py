@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 from eigengrain.errors import did_you_mean
+from eigengrain.runtime.words import few
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -138,9 +139,8 @@ def fill(model: "CovarianceNet", path: Path) -> "CovarianceNet":
     report = load_weights(model, path)
     untrained = (*report.mismatched, *report.new)
     if untrained:
-        more = f" and {len(untrained) - 3} more" if len(untrained) > 3 else ""
         raise ValueError(
-            f"{path.name} does not fill the model: {', '.join(untrained[:3])}{more}; check --backbone, --head, "
+            f"{path.name} does not fill the model: {few(untrained, 3)}; check --backbone, --head, "
             "--num_classes and --reduce"
         )
     return model

@@ -12,6 +12,7 @@ from eigengrain.commands.explain_images import open_source
 from eigengrain.commands.explain_options import CUTS, DIRECTIONS, SCALES, TARGETS, Explain, expand
 from eigengrain.commands.explain_plan import make_plan, split_point
 from eigengrain.runtime import output
+from eigengrain.runtime.words import few
 
 __all__ = ["CUTS", "DIRECTIONS", "SCALES", "TARGETS", "Explain", "expand", "open_source", "run", "split_point"]
 
@@ -71,8 +72,7 @@ def _earlier(folder: Path, written: Sequence[Path]) -> list[str]:
     """A note on pictures and measures that an earlier call left in the folder, which the page does not speak of."""
     kinds = ("*.png", "*.gif", "measures*.csv")
     names = [path.name for kind in kinds for path in sorted(folder.glob(kind)) if path not in written]
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return [f"of an earlier call, and not on the page: {', '.join(names[:3])}{more}"] if names else []
+    return [f"of an earlier call, and not on the page: {few(names, 3)}"] if names else []
 
 
 def _check_installed() -> None:

@@ -9,6 +9,7 @@ from eigengrain.data.catalogue import Entry, find_entry
 from eigengrain.data.files import images_below, printable
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import SHOWN, check_classes, check_files, find_root, layout_error, missing_text
+from eigengrain.runtime.words import few
 
 #: what the folder of the test images may be called
 TEST_FOLDERS = ("test", "val", "valid", "validation")
@@ -65,7 +66,7 @@ def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
             raise layout_error(entry, folder, "it has no class folders")
     only = {part: sorted(set(names[part]) - set(names[other])) for part, other in (("train", "test"), ("test", "train"))}
     if only["train"] or only["test"]:
-        said = [f"only {folders[part]} has {_few(extra)}" for part, extra in only.items() if extra]
+        said = [f"only {folders[part]} has {few(extra, SHOWN)}" for part, extra in only.items() if extra]
         raise ValueError(
             f"{entry.name}: the classes differ: {len(names['train'])} for training, {len(names['test'])} for test; "
             f"{'; '.join(said)}: give each class a folder in both"
@@ -77,8 +78,8 @@ def _open_pair(entry: Entry, root: Path, split: str, test: str) -> ImageSet:
         os.listdir(folders[split] / name)  # one that may not be read is not empty
     if empty:
         raise ValueError(
-            f"{entry.name}: {len(empty)} of {len(classes)} class folders in {folders[split]} have no images: {_few(empty)}"
-            "; add images (.jpg, .png, .webp, …) or remove the folders"
+            f"{entry.name}: {len(empty)} of {len(classes)} class folders in {folders[split]} have no images: "
+            f"{few(empty, SHOWN)}; add images (.jpg, .png, .webp, …) or remove the folders"
         )
     labels = [k for k, found in enumerate(files) for _ in found]
     return ImageSet(entry.name, split, _titles(classes), labels, [path for found in files for path in found])
@@ -125,10 +126,6 @@ def _class_folders(folder: Path) -> list[str]:
 def _titles(folders: list[str]) -> list[str]:
     """Names of class folders as files and terminals can have them."""
     return [printable(name) for name in folders]
-
-
-def _few(names: list[str]) -> str:
-    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def _imagenet_names(synsets: list[str]) -> list[str]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from eigengrain.data.catalogue import Entry
 from eigengrain.errors import LayoutError
+from eigengrain.runtime.words import few
 
 #: entries of a folder and names of missing files that a message shows
 SHOWN = 8
@@ -43,8 +44,7 @@ def _found(root: Path) -> str:
         names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(root))
     except OSError:
         return "nothing"
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return (", ".join(names[:SHOWN]) + more) if names else "an empty folder"
+    return few(names, SHOWN) if names else "an empty folder"
 
 
 def find_root(entry: Entry, root: str | Path, *needed: str) -> Path:

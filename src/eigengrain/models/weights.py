@@ -93,8 +93,8 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
             model.config["backbone"],
             missing,
         )
-    elif best.blocks_left:
-        more = _summary(tuple(best.blocks_left), shown=2)
+    elif left := best.blocks_left:
+        more = _summary(tuple(left), shown=2)
         logger.warning("%s has more blocks than %s, %s: is it of a deeper network?", path, model.config["backbone"], more)
     for line in str(report).splitlines():
         logger.info(line)
