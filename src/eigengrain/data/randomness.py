@@ -15,7 +15,7 @@ def derive(*key: int) -> int:
         >>> derive(0, 1, 2) == derive(0, 1, 2), derive(0, 1, 2) == derive(0, 2, 1)
         (True, False)
     """
-    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0] >> 1)
+    return int(np.random.SeedSequence(key).generate_state(1, np.uint64)[0]) >> 1
 
 
 @contextmanager
