@@ -4,12 +4,12 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow lint bench docs clean
+.PHONY: setup demo test test-slow test-lowest lint bench docs clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
-# not every pinned version is there for Python 3.10; said before .venv is made, which would keep the Python it was made with
+# said before .venv is made, which would keep the Python it was made with
 NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")
 
 # torch goes first and pinned, so that nothing after it asks for another build of it
@@ -29,6 +29,17 @@ test: $(STAMP) lint
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -n auto -m slow tests
+
+# with the lowest versions that pyproject.toml allows, in an environment of its own
+test-lowest: .venv-lowest/.installed
+	.venv-lowest/bin/pytest -n auto -m "not slow" src tests
+
+.venv-lowest/.installed: requirements/lowest.txt pyproject.toml
+	@$(PYTHON) -c '$(NEW_ENOUGH)'
+	$(PYTHON) -m venv .venv-lowest
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements/lowest.txt pytest pytest-xdist hypothesis
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
+	touch $@
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -50,4 +61,4 @@ $(VENV)/.docs-installed: $(STAMP) requirements/docs.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache runs
+	rm -rf $(VENV) .venv-lowest build dist site .pytest_cache .mypy_cache .ruff_cache runs

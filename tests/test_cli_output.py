@@ -124,6 +124,13 @@ def test_bars_are_on_stderr_of_a_terminal_and_not_in_quiet(monkeypatch):
         assert not progress_bar().disable
     with output.mode(quiet=True):
         assert progress_bar().disable
+    assert progress_bar(show=False).disable
+
+
+def test_a_hidden_bar_leaves_nothing(capsys):
+    with progress_bar() as bar:
+        bar.advance(bar.add_task("work", total=1))
+    assert capsys.readouterr() == ("", "")
 
 
 def test_for_reading_there_is_no_document(capsys):

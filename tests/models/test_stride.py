@@ -7,6 +7,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from eigengrain.models.backbone import create_backbone
+from eigengrain.models.probe import on_meta
 from eigengrain.models.stride import EvenConv2d
 
 TWICE = [
@@ -25,9 +26,18 @@ TWICE = [
 ]
 
 
-def on_meta(name, **options):
-    with torch.device("meta"):
-        return create_backbone(name, **options).net.eval()
+def without_numbers(name, **options):
+    return on_meta(lambda: create_backbone(name, **options).net.eval().to("meta"))
+
+
+def test_networks_that_read_numbers_while_they_are_built_are_built_on_the_cpu():
+    def build():
+        layer = nn.Linear(2, 2)
+        layer.weight.sum().item()
+        return layer
+
+    assert on_meta(build).weight.device.type == "cpu"
+    assert on_meta(lambda: nn.Linear(2, 2)).weight.is_meta
 
 
 def pair(name, submodule=None, **options):
@@ -44,7 +54,7 @@ def pair(name, submodule=None, **options):
 @pytest.mark.parametrize("name", TWICE)
 def test_map_is_twice_as_large_in_each_direction(name):
     # all of them divide by 32: a map of 2 × 4 would be theirs
-    finer = on_meta(name, last_stride=1)
+    finer = without_numbers(name, last_stride=1)
     assert finer.forward_features(torch.empty(1, 3, 64, 128, device="meta")).shape[2:] == (4, 8)
     assert all(m.dilation == (1, 1) for m in finer.modules() if isinstance(m, nn.Conv2d))
 
@@ -52,7 +62,7 @@ def test_map_is_twice_as_large_in_each_direction(name):
 def test_stride_of_two_is_the_network_as_it_is():
     x = torch.empty(1, 3, 64, 128, device="meta")
     for last_stride in (None, 2):
-        assert on_meta("resnet18", last_stride=last_stride).forward_features(x).shape[2:] == (2, 4)
+        assert without_numbers("resnet18", last_stride=last_stride).forward_features(x).shape[2:] == (2, 4)
 
 
 # Kept positions: what a strided module makes is every second position of what it makes at stride 1.
@@ -118,7 +128,7 @@ def test_stride_on_the_first_1x1():
     ours = create_backbone("resnet26", stride_on="1x1").net.eval()
     x = torch.randn(1, 3, 64, 64)
     torch.testing.assert_close(ours.forward_features(x), by_hand.forward_features(x))
-    finer = on_meta("tv:resnet50", stride_on="1x1", last_stride=1)
+    finer = without_numbers("tv:resnet50", stride_on="1x1", last_stride=1)
     strides = [
         (stage[0].conv1.stride[0], stage[0].conv2.stride[0], stage[0].downsample[0].stride[0])
         for stage in (finer.layer2, finer.layer3, finer.layer4)
@@ -142,15 +152,15 @@ def test_stride_on_the_first_1x1():
 )
 def test_networks_that_cannot_say_the_remedy(name, remedy):
     with pytest.raises(ValueError, match=f"last_stride=1 is not possible for backbone '{name}'.*{remedy}") as error:
-        on_meta(name, last_stride=1)
+        without_numbers(name, last_stride=1)
     assert "\n" not in str(error.value)
 
 
 def test_wrong_values():
     with pytest.raises(ValueError, match=r"last_stride must be None .* 1 or 2, got 4"):
-        on_meta("resnet18", last_stride=4)
+        without_numbers("resnet18", last_stride=4)
     with pytest.raises(ValueError, match="stride_on must be '3x3' or '1x1', got '5x5'"):
-        on_meta("resnet18", stride_on="5x5")
+        without_numbers("resnet18", stride_on="5x5")
     for name in ("resnet18", "vgg11", "resnetblur50"):
         with pytest.raises(ValueError, match=f"bottlenecks, and layer2 of '{name}'"):
-            on_meta(name, stride_on="1x1")
+            without_numbers(name, stride_on="1x1")

@@ -101,12 +101,12 @@ def open_model(options: NamesAModel, img_size: "ImageSize | None" = None) -> "Co
 
 def _from_weights(path: Path, options: NamesAModel, img_size: "ImageSize | None") -> "CovarianceNet":
     """A model by its names, filled from a file."""
-    import torch
-
     from eigengrain.models import create_model
+    from eigengrain.models.probe import on_meta
 
     missing = [f"--{name}" for name in ("backbone", "head", "num_classes") if getattr(options, name) is None]
-    if options.backbone is None or missing:
+    backbone = options.backbone
+    if backbone is None or missing:
         raise ValueError(
             f"{str(path)!r} is a weights file, which does not say its model: give {', '.join(missing)} too, or the folder "
             "that save_pretrained wrote"
@@ -114,10 +114,10 @@ def _from_weights(path: Path, options: NamesAModel, img_size: "ImageSize | None"
     names = ("head", "num_classes", "reduce", "last_stride")
     arguments: dict[str, Any] = {name: getattr(options, name) for name in names}
     if img_size is not None:
-        with torch.device("meta"):  # only networks that are built for one size take img_size
-            built_for = create_model(options.backbone, **arguments).config["img_size"]
+        # only networks that are built for one size take img_size
+        built_for = on_meta(lambda: create_model(backbone, **arguments).config["img_size"])
         arguments["img_size"] = img_size if built_for else None
-    return fill(create_model(options.backbone, **arguments), path)
+    return fill(create_model(backbone, **arguments), path)
 
 
 def near(place: str) -> list[str]:

@@ -130,7 +130,7 @@ def matching(pattern: str, names: Sequence[str]) -> list[str]:
 
 
 def backbone_sizes(name: str) -> BackboneSizes:
-    """Measure one backbone, on the meta device where it can be built there: it then has no numbers and costs nothing.
+    """Measure one backbone, without computing anything where that can be.
 
     Raises:
         ValueError: if the backbone has no feature map.
@@ -140,33 +140,29 @@ def backbone_sizes(name: str) -> BackboneSizes:
         BackboneSizes(name='tv:alexnet', channels=256, image=224, map=(6, 6), map_last_stride_1=(13, 13),
                       parameters=2469696)
     """
-    try:
-        return _measured(name, "meta")
-    except RuntimeError:  # timm before 1.0.30 reads numbers while it builds some networks
-        return _measured(name, "cpu")
+    from eigengrain.models.probe import on_meta
+
+    return on_meta(lambda: _measured(name))
 
 
-def _measured(name: str, device: str) -> BackboneSizes:
-    import torch
-
+def _measured(name: str) -> BackboneSizes:
     from eigengrain import _torchvision  # noqa: F401
     from eigengrain.models.backbone import create_backbone
     from eigengrain.models.probe import probe
     from eigengrain.models.stride import edit_strides
 
-    with torch.device(device):
-        backbone = create_backbone(name)
-        own = backbone.description["input_size"]
-        shape = own if backbone.img_size else (own[0], IMAGE, IMAGE)
-        try:
-            found = probe(backbone.net, shape, name)
-        except ValueError:  # attention in blocks, which divide some sizes only
-            shape = own
-            found = probe(backbone.net, shape, name)
-        try:
-            larger = edit_strides(backbone.net, found, shape, name, last_stride=1, stride_on="3x3").size
-        except ValueError:  # the network has no stride that could go
-            larger = None
+    backbone = create_backbone(name)
+    own = backbone.description["input_size"]
+    shape = own if backbone.img_size else (own[0], IMAGE, IMAGE)
+    try:
+        found = probe(backbone.net, shape, name)
+    except ValueError:  # attention in blocks, which divide some sizes only
+        shape = own
+        found = probe(backbone.net, shape, name)
+    try:
+        larger = edit_strides(backbone.net, found, shape, name, last_stride=1, stride_on="3x3").size
+    except ValueError:  # the network has no stride that could go
+        larger = None
     parameters = sum(parameter.numel() for parameter in backbone.net.parameters())
     return BackboneSizes(name, backbone.channels, shape[1], found.size, larger, parameters)
 

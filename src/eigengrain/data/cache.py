@@ -11,10 +11,10 @@ from torch.utils.data import Dataset
 
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.loader import Batches, Order
-from eigengrain.data.progress import tracked
 from eigengrain.data.randomness import derive
 from eigengrain.data.transforms import Pipeline, pixels_of
 from eigengrain.data.workers import Workers
+from eigengrain.runtime.display import tracked
 
 #: images that are decoded and sent to the device together
 _TOGETHER = 32

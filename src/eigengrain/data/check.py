@@ -10,8 +10,8 @@ from PIL import ImageFile
 from torch.utils.data import Dataset
 
 from eigengrain.data.imageset import ImageSet
-from eigengrain.data.progress import tracked
 from eigengrain.data.workers import Workers
+from eigengrain.runtime.display import tracked
 
 #: images that a worker looks at before it reports
 _TOGETHER = 8

@@ -120,7 +120,7 @@ def _open_table(entry: Entry, root: Path, split: str, table: Path) -> ImageSet:
 
 
 def _class_folders(folder: Path) -> list[str]:
-    return sorted(inner.name for inner in folder.iterdir() if inner.is_dir() and not inner.name.startswith("."))
+    return sorted(entry.name for entry in os.scandir(folder) if entry.is_dir() and not entry.name.startswith("."))
 
 
 def _titles(folders: list[str]) -> list[str]:

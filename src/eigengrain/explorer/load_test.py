@@ -112,7 +112,7 @@ async def _visit(visitor: Visitor, model: str, channels: int, images: int, every
         chosen = [model, image, chance.randrange(1, channels), ["vanilla", "deconv"], "", "predicted", "exact", "row"]
         try:
             answers = await asyncio.wait_for(visitor.ask([(event, chosen) for event in EVENTS]), PATIENCE)
-        except (RuntimeError, httpx.HTTPError, asyncio.TimeoutError) as error:
+        except (TimeoutError, RuntimeError, httpx.HTTPError) as error:
             load.failures.append(f"{type(error).__name__}: {error}")
         else:
             load.quick.append(answers[0][0])

@@ -5,7 +5,8 @@ import math
 import os
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -113,12 +114,12 @@ def first_line(error: BaseException) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says about itself: its own deprecations, and constants that it does not fold."""
+    """Without what the exporter says about itself: its deprecations, constants it does not fold, rules it applies."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), redirect_stdout(StringIO()):  # older ones print
             warnings.simplefilter("ignore")
             yield
     finally:

@@ -1,13 +1,30 @@
 """One pass through a network without data, on the meta device: what runs, what it makes, and what is never used."""
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from eigengrain.models.layout import FeatureLayout, detect_layout
+
+T = TypeVar("T")
+
+
+def on_meta(look: Callable[[], T]) -> T:
+    """What a function finds on a network that it builds, on the meta device where it can be built there.
+
+    It then has no numbers and costs nothing. Networks that read numbers while they are built, as some do in timm before
+    1.0.30, are built on the CPU.
+    """
+    try:
+        with torch.device("meta"):
+            return look()
+    except RuntimeError:
+        with torch.device("cpu"):
+            return look()
 
 
 @dataclass(frozen=True)

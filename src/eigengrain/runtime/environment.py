@@ -1,7 +1,7 @@
 """Where a number was measured: the columns that every result file carries, and the choice of a device."""
 
 import platform
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
@@ -65,5 +65,5 @@ def describe(device: torch.device) -> dict[str, str | int]:
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
-        "date": datetime.now(timezone.utc).date().isoformat(),
+        "date": datetime.now(UTC).date().isoformat(),
     }

@@ -13,7 +13,7 @@ from eigengrain.data.plumage import cache as disk
 from eigengrain.data.plumage.render import Drawing, Mask, render
 from eigengrain.data.plumage.scene import Nuisance, draw_scene
 from eigengrain.data.plumage.species import SPECIES
-from eigengrain.data.progress import tracked
+from eigengrain.runtime.display import tracked
 
 PER_CLASS = {"train": 200, "test": 100}
 _STREAMS = {"train": 0, "test": 1}
