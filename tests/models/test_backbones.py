@@ -312,6 +312,9 @@ def test_rank_warning_once_with_the_remedy():
     with pytest.warns(UserWarning, match=r"so its smallest eigenvalue is 0 by construction: use larger images, or") as said:
         patches(torch.randn(1, 3, 32, 32))
     assert "last_stride" not in str(said[0].message)
+    one = create_model("resnet18", head="mpncov", num_classes=2, reduce=2).eval()  # no reduction helps
+    with pytest.warns(UserWarning, match=r"1 × 1 = 1 position has rank 0 .*: use last_stride=1 or larger images$"):
+        one(torch.randn(1, 3, 32, 32))
 
 
 def test_torchvision_guard_only_declares_what_is_missing():

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from eigengrain.heads import Head, create_head
 from eigengrain.models.backbone import Backbone
 from eigengrain.models.groups import prefixed_matcher
+from eigengrain.runtime.words import counted
 
 #: ``reduce="auto"``: maps with more channels than the first number are reduced to the second
 AUTO_REDUCE_ABOVE, AUTO_REDUCE_TO = 512, 256
@@ -215,10 +216,12 @@ class CovarianceNet(nn.Module):
             which = f"{zero} smallest eigenvalues are" if zero > 1 else "smallest eigenvalue is"
             # patches of one size, as in a ViT, have no last stride
             strided = self.config.get("last_stride") != 1 and self.layout.kind != "tokens"
+            use = "last_stride=1, larger images" if strided else "larger images"
+            # of one position nothing is left however few the channels are
+            use = f"{use}, or reduce={positions - 1} or less" if positions > 1 else use.replace(",", " or")
             warnings.warn(
-                f"the covariance of {d} channels from {x.shape[-2]} × {x.shape[-1]} = {positions} positions has rank "
-                f"{positions - 1} at most, so its {which} 0 by construction: use "
-                f"{'last_stride=1, ' if strided else ''}larger images, or reduce={max(positions - 1, 1)} or less",
+                f"the covariance of {d} channels from {x.shape[-2]} × {x.shape[-1]} = {counted(positions, 'position')} has "
+                f"rank {positions - 1} at most, so its {which} 0 by construction: use {use}",
                 stacklevel=2,
             )
 
