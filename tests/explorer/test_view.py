@@ -1,8 +1,14 @@
 from urllib.parse import parse_qsl
 
 import pytest
+import torch
 
+from eigengrain.commands.checkpoint import plain_transform
+from eigengrain.explorer import views
+from eigengrain.explorer.session import Lens
 from eigengrain.explorer.view import View, make_view, read_view
+from eigengrain.functional import EigenSubset
+from explorer.small_model import bird_model
 
 
 def test_an_address_restores_the_view(lens, plain_lens):
@@ -12,6 +18,21 @@ def test_an_address_restores_the_view(lens, plain_lens):
 
 def test_the_first_view(lens):
     assert read_view({}, {"seb": lens}) == View("seb", "example-0", 52, ("vanilla", "deconv"))
+
+
+def test_a_model_that_keeps_a_part_of_its_eigenvalues_is_shown_with_that_part(birds):
+    model = bird_model("mpncov")
+    model.head.subset = EigenSubset.parse("top:52")
+    part = birds.subset(range(3))
+    part.transform = plain_transform(model)
+    cut = Lens("cut", model, part)
+    view = read_view({}, {"cut": cut})
+    assert view.custom == "top:52"
+    look = cut.look(view.image)
+    answers = {answer.role: answer for answer in cut.answers(look, view.split, view.custom)}
+    with torch.no_grad():
+        torch.testing.assert_close(answers["custom"].probabilities, model(look.inputs)[0].double().softmax(0))
+    assert "The model itself keeps <b>top:52</b>" in views.picture(cut, look)
 
 
 @pytest.mark.parametrize(

@@ -188,6 +188,8 @@ class Lens:
         self.uploads = Uploads() if uploads is None else uploads
         self.head = check_eigenvalues(model, name)
         self.channels = self.head.channels
+        #: the subset that the model itself keeps, nothing if that is all of its eigenvalues
+        self.own = "" if self.head.subset.covers(self.channels) else str(self.head.subset)
         self.classes = list(model.class_names or (str(number) for number in range(model.num_classes)))
         self._lock = Lock()
         self._looks = Memory[Look](KEPT_BYTES // 2, _bytes_of_look)

@@ -25,7 +25,7 @@ class View:
         image: key.
         split: eigenvalues that count as large.
         rules: at the rectifiers.
-        custom: a subset of the visitor's own, or nothing.
+        custom: a subset of the visitor's own, or nothing; that of the model at first, if it keeps a part only.
         target: number of the class that is explained as text, or ``predicted``.
         cut: how a cut spectrum is differentiated.
         scale: of colours, ``row`` for one a rule, ``each`` for one a map.
@@ -69,7 +69,7 @@ def read_view(words: Mapping[str, str], lenses: Mapping[str, Lens]) -> View:
         image=_image(words.get("image", ""), lens),
         split=_whole(words.get("split", ""), 1, lens.channels - 1, split_point(lens.channels, None)),
         rules=known_rules(words.get("rules", "").split(",")),
-        custom=_custom(words.get("custom", ""), lens),
+        custom=_custom(words.get("custom", lens.own), lens),
         target=_target(words.get("target", ""), lens),
         cut=_one_of(words.get("cut"), CUTS),
         scale=_one_of(words.get("scale"), SCALES),

@@ -44,6 +44,8 @@ def picture(lens: Lens, look: Look) -> str:
         right = predicted == look.label
         parts.append(f"<br>{escape(lens.classes[look.label])}")
         parts.append(f'<br><span class="{"right" if right else "wrong"}">{"recognised" if right else "mistaken"}</span>')
+    if lens.own:
+        parts.append(f"<br>The model itself keeps <b>{escape(lens.own)}</b>; <b>all</b> is with the others too")
     return f'<div class="picture">{"".join(parts)}</div></div>'
 
 
