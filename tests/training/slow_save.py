@@ -32,4 +32,6 @@ if __name__ == "__main__":
     try:
         train(small(sys.argv[1]), colours(), stop)
     except Interrupted:
-        print((Path(sys.argv[1]) / LAST).exists())
+        sys.stdout.write(
+            f"{(Path(sys.argv[1]) / LAST).exists()}\n"
+        )  # at once, where print writes twice and two processes mix
