@@ -14,7 +14,7 @@ from eigengrain.studies.comparison import best_rate, final_jobs, job_name, rate_
 from eigengrain.studies.jobs import Job, described, read_record, run_jobs
 from eigengrain.training import train
 from training.small_run import colours, small
-from training.test_distributed import run_two
+from training.test_distributed import run_two, said
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_processes_of_torchrun_share_every_run(tmp_path):
 
 def test_processes_of_torchrun_stop_together(tmp_path):
     out, _ = run_two("studies.two_clocks", str(tmp_path))
-    assert out.splitlines() == ["['seed0']"] * 2
+    assert said(out) == ["['seed0']"] * 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])

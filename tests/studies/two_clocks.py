@@ -21,4 +21,4 @@ if __name__ == "__main__":
         return planned
 
     found = jobs.run_jobs(plan, folder, seconds=1e5)
-    sys.stdout.write(f"{sorted(found)}\n")
+    sys.stdout.write(f"said {sorted(found)}\n")

@@ -22,4 +22,4 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-    sys.stdout.write("over\n")  # at once, where print writes twice and two processes would mix
+    sys.stdout.write("said over\n")

@@ -14,4 +14,4 @@ if __name__ == "__main__":
             sums.append(int(process.sum(torch.tensor([process.rank + 1]))))
         if process.rank == late:
             time.sleep(0.1)
-    sys.stdout.write(f"{sums}\n")
+    sys.stdout.write(f"said {sums}\n")

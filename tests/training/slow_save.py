@@ -32,6 +32,4 @@ if __name__ == "__main__":
     try:
         train(small(sys.argv[1]), colours(), stop)
     except Interrupted:
-        sys.stdout.write(
-            f"{(Path(sys.argv[1]) / LAST).exists()}\n"
-        )  # at once, where print writes twice and two processes mix
+        sys.stdout.write(f"said {(Path(sys.argv[1]) / LAST).exists()}\n")
