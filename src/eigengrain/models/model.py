@@ -216,9 +216,10 @@ class CovarianceNet(nn.Module):
             which = f"{zero} smallest eigenvalues are" if zero > 1 else "smallest eigenvalue is"
             # patches of one size, as in a ViT, have no last stride
             strided = self.config.get("last_stride") != 1 and self.layout.kind != "tokens"
-            use = "last_stride=1, larger images" if strided else "larger images"
+            remedies = ["last_stride=1", "larger images"] if strided else ["larger images"]
             # of one position nothing is left however few the channels are
-            use = f"{use}, or reduce={positions - 1} or less" if positions > 1 else use.replace(",", " or")
+            fewer = f", or reduce={positions - 1} or less" if positions > 1 else ""
+            use = (", " if fewer else " or ").join(remedies) + fewer
             warnings.warn(
                 f"the covariance of {d} channels from {x.shape[-2]} × {x.shape[-1]} = {counted(positions, 'position')} has "
                 f"rank {positions - 1} at most, so its {which} 0 by construction: use {use}",
