@@ -243,6 +243,13 @@ def test_a_short_rank_is_told_in_a_line(tmp_path, capsys, photos):
     assert "n = 0,<br>3 undefined" in html
 
 
+def test_the_part_that_a_model_itself_keeps_is_among_the_subsets(tmp_path, photos):
+    save_pretrained(network(head_options={"subset": "top:5"}), tmp_path / "cut", SIX.classes)
+    run(Explain(str(tmp_path / "cut"), images=[str(photos)], rules=["vanilla"], out=str(tmp_path / "out"), device="cpu"))
+    page = (tmp_path / "out" / "gallery.html").read_text(encoding="utf-8")
+    assert "subsets all, top:5, top:6, last:2; the model itself keeps top:5" in page
+
+
 def test_two_processes_measure_what_one_does(checkpoint, tmp_path):
     def words(out):
         options = ["--data", "plumage", "--data_options", str(BIRDS).replace("False", "false"), "--rules", "vanilla"]

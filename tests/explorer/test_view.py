@@ -1,10 +1,12 @@
 from urllib.parse import parse_qsl
 
+import gradio as gr
 import pytest
 import torch
 
 from eigengrain.commands.checkpoint import plain_transform
 from eigengrain.explorer import views
+from eigengrain.explorer.page import Page
 from eigengrain.explorer.session import Lens
 from eigengrain.explorer.view import View, make_view, read_view
 from eigengrain.functional import EigenSubset
@@ -33,6 +35,23 @@ def test_a_model_that_keeps_a_part_of_its_eigenvalues_is_shown_with_that_part(bi
     with torch.no_grad():
         torch.testing.assert_close(answers["custom"].probabilities, model(look.inputs)[0].double().softmax(0))
     assert "The model itself keeps <b>top:52</b>" in views.picture(cut, look)
+
+
+def test_another_model_brings_its_own_part_unless_the_visitor_wrote_one(lens, birds, tmp_path):
+    model = bird_model("mpncov")
+    model.head.subset = EigenSubset.parse("top:52")
+    part = birds.subset(range(3))
+    part.transform = plain_transform(model)
+    page = Page({"seb": lens, "cut": Lens("cut", model, part)}, tmp_path)
+
+    def custom(to, query):
+        _image, _split, custom, *_ = page.other_model(to, "example-0", 8, query)
+        return custom
+
+    assert custom("cut", "model=seb") == "top:52"
+    assert custom("seb", "model=cut&custom=top:52") == ""
+    assert custom("seb", "model=cut&custom=top:3") == gr.skip()
+    assert custom("seb", "model=cut") == gr.skip()  # the box was emptied
 
 
 @pytest.mark.parametrize(

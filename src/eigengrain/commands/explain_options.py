@@ -40,7 +40,7 @@ class Explain:
         measure_count: images that are measured, or all; 0 for none.
         seed: of the choice of images from a data set.
         rules: at the rectifiers, of vanilla, deconv and guided.
-        subsets: of the eigenvalues; by default all, top:k and last:d-k, with k of --split_at.
+        subsets: of the eigenvalues; by default all, what the model itself keeps, top:k and last:d-k for k of --split_at.
         split_at: eigenvalues that count as large; 206 of 256 by default, and the same share of any other number.
         cut: how a cut spectrum is differentiated, exact or projector, or both.
         target: what is explained, the predicted class, the label, a class (its name or number), or the norm of the vector.

@@ -6,7 +6,7 @@ from typing import Any
 
 from eigengrain.commands.explain_measures import summaries
 from eigengrain.commands.explain_options import command_line
-from eigengrain.commands.explain_plan import Plan
+from eigengrain.commands.explain_plan import Plan, own_part
 from eigengrain.explain.gallery import Picture, write_gallery
 from eigengrain.explain.survey import SurveyResult
 
@@ -32,6 +32,7 @@ def write_page(
 def _facts(plan: Plan, surveys: Sequence[SurveyResult]) -> dict[str, str]:
     config, source = plan.config, plan.source
     model, dataset = source.model, source.dataset
+    kept = f"; the model itself keeps {own}" if (own := own_part(model)) else ""
     measured = f", {surveys[0].samples} measured" if surveys else ""
     chosen = f"{len(plan.shown)} shown{measured}, "
     chosen += f"drawn by seed {config.seed} from {len(dataset)}" if source.labelled else "in the order they were given"
@@ -39,7 +40,7 @@ def _facts(plan: Plan, surveys: Sequence[SurveyResult]) -> dict[str, str]:
         "Model": f"{model.config['backbone']} with the head {model.config['head']}",
         "Checkpoint": config.checkpoint,
         "Images": f"{dataset.name}, {dataset.split}: {chosen}" if source.labelled else chosen,
-        "Eigenvalues": f"{model.head.channels}; subsets {', '.join(plan.subsets)}",
+        "Eigenvalues": f"{model.head.channels}; subsets {', '.join(plan.subsets)}{kept}",
         "Explained": _explained(plan),
     }
     if config.perturb:

@@ -83,7 +83,7 @@ def split_point(channels: int, asked: int | None) -> int:
 
 
 def chosen_subsets(config: Explain, model: "CovarianceNet") -> list[str]:
-    """The subsets to explain, as they are written.
+    """The subsets to explain, as they are written; what a model itself keeps is one of them unless others are named.
 
     Raises:
         ValueError: if the head has no eigenvalues to choose from, or not as many.
@@ -92,7 +92,7 @@ def chosen_subsets(config: Explain, model: "CovarianceNet") -> list[str]:
 
     d = model.head.channels
     split = split_point(d, config.split_at)
-    texts = config.subsets or ["all", f"top:{split}", f"last:{d - split}"]
+    texts = config.subsets or ["all", *filter(None, [own_part(model)]), f"top:{split}", f"last:{d - split}"]
     subsets = [EigenSubset.parse(text) for text in texts]
     partial = next((subset for subset in subsets if not subset.covers(d)), None)
     normalise = getattr(model.head, "normalise", None)
@@ -102,6 +102,12 @@ def chosen_subsets(config: Explain, model: "CovarianceNet") -> list[str]:
             "mpncov or mpncov+seb, or --subsets [all] for the plain gradient"
         )
     return list(dict.fromkeys(map(str, subsets)))
+
+
+def own_part(model: "CovarianceNet") -> str:
+    """The subset that a model itself keeps; empty if that is all of its eigenvalues."""
+    subset = getattr(model.head, "subset", None)
+    return "" if subset is None or subset.covers(model.head.channels) else str(subset)
 
 
 def chosen_class(config: Explain, model: "CovarianceNet") -> int | None:

@@ -137,14 +137,19 @@ class Page:
         A list that is left without a choice tells its value too: where that is the model of the view, ``query``, all stays.
         """
         lens = self.lens(model)
-        if dict(parse_qsl(str(query))).get("model") == lens.name:
-            return [gr.skip() for _ in range(5)]
+        former = dict(parse_qsl(str(query)))
+        if former.get("model") == lens.name:
+            return [gr.skip() for _ in range(6)]
         words = {"model": lens.name, "image": str(image), "split": str(split)}
         view = read_view(words, self.lenses)
         shown = self._class_of(lens, view.image)
+        # what the visitor wrote stays; what the former model keeps itself says nothing about this one
+        left = self.lenses.get(former.get("model", ""))
+        untouched = left is None or former.get("custom", "") == left.own
         return [
             view.image,
             gr.Slider(value=view.split, maximum=lens.channels - 1),
+            view.custom if untouched else gr.skip(),
             gr.Dropdown(choices=self.targets(lens), value=PREDICTED),
             gr.Dropdown(choices=self.classes(lens), value=shown),
             self.gallery(lens.name, shown),
@@ -373,7 +378,7 @@ def build(page: Page) -> gr.Blocks:
         everything = [*chosen, label, gallery]
         after(blocks.load(page.opened, None, everything, show_progress="hidden", **_PRIVATE))
         seen = [model, image, split, query]
-        after(model.input(_told(page.other_model), seen, [image, split, target, label, gallery], **_PRIVATE))
+        after(model.input(_told(page.other_model), seen, [image, split, custom, target, label, gallery], **_PRIVATE))
         label.input(_told(page.gallery), [model, label], gallery, show_progress="hidden", **_PRIVATE)
         # a function that is told what was clicked on names the event in its signature
         after(gallery.select(_choosing(page), [model, label], image, show_progress="hidden", **_PRIVATE))

@@ -17,6 +17,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from eigengrain.commands.explain_plan import own_part
 from eigengrain.data import ImageSet
 from eigengrain.data.decode import ImageError
 from eigengrain.explain.animation import rgb_pixels
@@ -189,7 +190,7 @@ class Lens:
         self.head = check_eigenvalues(model, name)
         self.channels = self.head.channels
         #: the subset that the model itself keeps, nothing if that is all of its eigenvalues
-        self.own = "" if self.head.subset.covers(self.channels) else str(self.head.subset)
+        self.own = own_part(model)
         self.classes = list(model.class_names or (str(number) for number in range(model.num_classes)))
         self._lock = Lock()
         self._looks = Memory[Look](KEPT_BYTES // 2, _bytes_of_look)
