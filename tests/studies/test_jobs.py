@@ -180,6 +180,24 @@ def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
             read_record([tmp_path], job)
 
 
+@pytest.mark.parametrize(
+    ("scores", "said"), [({"val_top1": 1.0}, "number test_top1"), ({"test_top1": 1.0, "val_top1": "80"}, "number val_top1")]
+)
+def test_scores_of_a_record_are_numbers(scores, said, tmp_path):
+    job, path = two()[0], tmp_path / "seed0.json"
+    parts = {
+        "config": described(job.config),
+        "scores": scores,
+        "seconds": 1.0,
+        "epochs": [],
+        "environment": {},
+        "analyses": {},
+    }
+    path.write_text(json.dumps(parts))
+    with pytest.raises(ValueError, match=rf"seed0\.json is not a record of a run \(it has no {said}\): remove it"):
+        read_record([tmp_path], job)
+
+
 def test_a_record_of_other_options_from_elsewhere_names_the_option_that_brought_it(tmp_path):
     job = two()[0]
     whole = {"config": {}, "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}

@@ -88,6 +88,10 @@ def open_record(path: Path, parts: Mapping[str, type | tuple[type, ...]] = _PART
         raise ValueError(f"{path} is not a record of a run ({error}): remove it") from error
     record: Record = found if isinstance(found, dict) else {}
     lacking = [part for part, kind in parts.items() if not isinstance(record.get(part), kind)]
+    scores = record.get("scores")
+    if isinstance(scores, dict) and scores:  # a training that diverged has none
+        numbers = {"test_top1": None} | scores
+        lacking += [f"number {name}" for name, value in numbers.items() if not isinstance(value, int | float)]
     if lacking:
         raise ValueError(f"{path} is not a record of a run (it has no {', '.join(lacking)}): remove it")
     return record
