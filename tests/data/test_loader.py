@@ -1,6 +1,8 @@
 """Batches: the same for any number of workers and ranks, resumed without opening what is skipped, made on the device."""
 
+import gc
 import multiprocessing
+import os
 import signal
 import subprocess
 import time
@@ -40,6 +42,40 @@ def images(files, kind="imagenet", train=True, **options):
 def same(first, second):
     pairs = list(zip(first, second, strict=True))
     return len(pairs) > 0 and all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True))
+
+
+class Graph:
+    """Something whose end is seen: in a forked process that of a tensor on the device would be an error."""
+
+    def __init__(self, folder):
+        self.folder, self.itself = folder, self
+
+    def __del__(self):
+        (self.folder / str(os.getpid())).touch()
+
+
+class Collects(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, number):
+        gc.collect()
+        return gc.isenabled()
+
+
+def test_workers_leave_the_garbage_of_their_parent_alone(tmp_path):
+    gc.disable()
+    try:
+        Graph(tmp_path)
+        batches = iter(processes.Workers(Collects(), list, workers=2, batch_size=2))
+        assert list(tmp_path.iterdir()) == []
+        assert list(batches) == [[True, True], [True, True]]
+        assert list(tmp_path.iterdir()) == []
+        assert not gc.isenabled()  # as it was
+    finally:
+        gc.enable()
+    gc.collect()
+    assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]
 
 
 @pytest.mark.parametrize(
@@ -85,9 +121,9 @@ def test_workers_outlive_signals_that_are_meant_for_their_parent(files):
 heed = processes._heed_the_parent_alone
 
 
-def heed_late(worker):
+def heed_late():
     time.sleep(0.5)
-    heed(worker)
+    heed()
 
 
 @pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")

@@ -1,5 +1,6 @@
 """Work in other processes that speaks as if it were done in this one."""
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -41,11 +42,11 @@ class Workers:
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, workers: int, **options: Any):
         options |= {"num_workers": at_most_one_per_core(workers), "collate_fn": _Collate(collate)}
-        options |= {"worker_init_fn": _heed_the_parent_alone}
+        options |= {"worker_init_fn": _begin}
         self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), **options)
 
     def __iter__(self) -> Iterator[Any]:
-        with _signals_wait():
+        with _signals_wait(), _garbage_stays():
             batches = iter(self._loader)  # the workers start now, not at the first batch
         return self._raised(batches)
 
@@ -77,7 +78,30 @@ def _signals_wait() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _heed_the_parent_alone(worker: int) -> None:
+@contextmanager
+def _garbage_stays() -> Iterator[None]:
+    """Keep what is garbage in this process out of the hands of workers that start meanwhile.
+
+    A forked one has a copy of everything. CUDA cannot be used in it, so the collector, if it met a tensor or a graph of a
+    network that this process has done with, would end the worker.
+    """
+    enabled = gc.isenabled()
+    gc.disable()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _begin(worker: int) -> None:
+    gc.enable()  # for what is its own
+    _heed_the_parent_alone()
+
+
+def _heed_the_parent_alone() -> None:
     """Let a worker end when its parent says so, or is gone, and not at signals that are meant for the parent.
 
     Ctrl-C, ``timeout``, torchrun and clusters send theirs to all processes of a group or of a job. A worker that died of it

@@ -4,6 +4,7 @@ A record holds everything that tables and figures need, so a study can be contin
 alone: ``records/NAME.json`` beside ``runs/NAME`` (checkpoints and the model, which may be thrown away).
 """
 
+import gc
 import json
 import shutil
 import time
@@ -205,6 +206,7 @@ def run_job(job: Job, folder: Path, known: Record | None = None, decoded: Decode
     if known is None or not (out / "model").is_dir():
         begun = time.perf_counter()
         torch.compiler.reset()  # another network of the same class: after eight of them it would be compiled no more
+        gc.collect()  # the network before this one, whose memory may be needed
         outcome = _outcome(config, sources)
         seconds = time.perf_counter() - begun
         record: Record = {
