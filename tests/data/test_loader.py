@@ -78,6 +78,19 @@ def test_workers_leave_the_garbage_of_their_parent_alone(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == [str(os.getpid())]
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_workers_survive_what_is_garbage_on_the_device():
+    gc.disable()
+    try:
+        kept = [torch.zeros(1, device="cuda")]
+        kept[0].record_stream(torch.cuda.Stream())  # so that its end is a call of CUDA
+        kept.append(kept)
+        del kept
+        assert list(processes.Workers(Collects(), list, workers=2, batch_size=2)) == [[True, True], [True, True]]
+    finally:
+        gc.enable()
+
+
 @pytest.mark.parametrize(
     ("kind", "options"), [("imagenet", {}), ("timm", {"auto_augment": "rand-m9-mstd0.5", "reprob": 0.5})]
 )
