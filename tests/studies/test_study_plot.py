@@ -42,6 +42,18 @@ def test_a_method_has_the_same_height_in_every_panel(drawn):
     assert left.get_ylim() == right.get_ylim()
 
 
+def test_a_legend_is_no_wider_than_its_figure_and_a_protocol_looks_the_same_in_all(drawn):
+    fair, paper, search = "ours, fair", "ours, paper's protocol", "ours, fair, rate not chosen"
+    lines = [Dots("A", 80.0, {search: [79.0]}), Dots("B", 81.0, {paper: [1.0], fair: [2.0]})]
+    long = drawn("draw_dots", {"Birds": lines}, "x")
+    [legend] = long.legends
+    assert {text.get_text() for text in legend.get_texts()} == {"paper", fair, paper, search}
+    assert legend.get_window_extent().width <= long.bbox.width
+    short = drawn("draw_dots", {"Birds": [Dots("B", 81.0, {fair: [2.0], paper: [1.0]})]}, "x")
+    looks, same = (colours(figure.axes[0]) for figure in (long, short))
+    assert {fair: looks[fair], paper: looks[paper]} == {fair: same[fair], paper: same[paper]}
+
+
 def test_a_method_has_the_same_colour_in_every_panel(drawn):
     curve = [1, 2], [50.0, 60.0]
     rates = {"Birds": {"GAP": curve, "B-CNN": curve, "MPN-COV": curve}, "Cars": {"MPN-COV": curve, "SEB": curve}}

@@ -50,10 +50,11 @@ def _legend(figure: Figure, axes: Sequence[Axes], across: int = 4) -> None:
     for each in axes:
         for handle, label in zip(*each.get_legend_handles_labels(), strict=True):
             found.setdefault(label, handle)
-    if found:
-        figure.legend(
-            list(found.values()), list(found), loc="outside lower center", ncols=min(len(found), across), frameon=False
-        )
+    for columns in range(min(len(found), across), 0, -1):
+        legend = figure.legend(list(found.values()), list(found), loc="outside lower center", ncols=columns, frameon=False)
+        if columns == 1 or legend.get_window_extent().width <= figure.bbox.width:
+            break
+        legend.remove()
 
 
 def _looks(panels: Iterable[Iterable[str]]) -> dict[str, tuple[str, str]]:
@@ -72,7 +73,8 @@ def draw_dots(panels: Mapping[str, Sequence[Dots]], what: str, path: Path) -> No
     heights = {label: height for height, label in enumerate(reversed(labels))}
     with matplotlib.rc_context(_FONTS):
         figure, axes = _panels(len(panels), 3.6, 1.1 + 0.22 * len(labels))
-        looks = _looks(dots.ours for lines in panels.values() for dots in lines)
+        # plain names, which are in most figures, come first and so look the same in all of them
+        looks = _looks([sorted({kind for lines in panels.values() for dots in lines for kind in dots.ours}, key=len)])
         for place, (each, (title, lines)) in enumerate(zip(axes, panels.items(), strict=True)):
             for dots in reversed(lines):
                 height = heights[dots.label]
