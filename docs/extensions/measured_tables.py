@@ -34,7 +34,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], literal: Sequence
             content = [nodes.literal(text, text)] if code else _with_options(text)
             row += nodes.entry("", nodes.paragraph("", "", *content))
         place += row
-    return nodes.table("", group, classes=["colwidths-auto", *(["wide"] if len(heads) > 8 else [])])
+    return nodes.table("", group, classes=["wide"] if len(heads) > 8 else [])
 
 
 def _with_options(text: str) -> list[nodes.Node]:

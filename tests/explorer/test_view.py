@@ -22,27 +22,28 @@ def test_the_first_view(lens):
     assert read_view({}, {"seb": lens}) == View("seb", "example-0", 52, ("vanilla", "deconv"))
 
 
-def test_a_model_that_keeps_a_part_of_its_eigenvalues_is_shown_with_that_part(birds):
+@pytest.fixture
+def cut(birds):
+    """A model that keeps a part of its eigenvalues."""
     model = bird_model("mpncov")
     model.head.subset = EigenSubset.parse("top:52")
     part = birds.subset(range(3))
     part.transform = plain_transform(model)
-    cut = Lens("cut", model, part)
+    return Lens("cut", model, part)
+
+
+def test_a_model_that_keeps_a_part_of_its_eigenvalues_is_shown_with_that_part(cut):
     view = read_view({}, {"cut": cut})
     assert view.custom == "top:52"
     look = cut.look(view.image)
     answers = {answer.role: answer for answer in cut.answers(look, view.split, view.custom)}
     with torch.no_grad():
-        torch.testing.assert_close(answers["custom"].probabilities, model(look.inputs)[0].double().softmax(0))
+        torch.testing.assert_close(answers["custom"].probabilities, cut.model(look.inputs)[0].double().softmax(0))
     assert "The model itself keeps <b>top:52</b>" in views.picture(cut, look)
 
 
-def test_another_model_brings_its_own_part_unless_the_visitor_wrote_one(lens, birds, tmp_path):
-    model = bird_model("mpncov")
-    model.head.subset = EigenSubset.parse("top:52")
-    part = birds.subset(range(3))
-    part.transform = plain_transform(model)
-    page = Page({"seb": lens, "cut": Lens("cut", model, part)}, tmp_path)
+def test_another_model_brings_its_own_part_unless_the_visitor_wrote_one(lens, cut, tmp_path):
+    page = Page({"seb": lens, "cut": cut}, tmp_path)
 
     def custom(to, query):
         _image, _split, custom, *_ = page.other_model(to, "example-0", 8, query)

@@ -166,10 +166,14 @@ def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
 PARTS = ("config", "scores", "seconds", "epochs", "environment", "analyses")
 
 
+def parts_of(config, scores):
+    return dict(zip(PARTS, (config, scores, 1.0, [], {}, {}), strict=True))
+
+
 @pytest.mark.parametrize("part", [*PARTS, "half", "list", "text"])
 def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
     job, path = two()[0], tmp_path / "seed0.json"
-    whole = {"config": described(job.config), "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}
+    whole = parts_of(described(job.config), {})
     path.write_text(json.dumps(whole))
     assert read_record([tmp_path], job) == whole
     texts = {"half": json.dumps(whole)[:100], "list": "[1]", "text": json.dumps(" ".join(PARTS))}
@@ -185,24 +189,15 @@ def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
 )
 def test_scores_of_a_record_are_numbers(scores, said, tmp_path):
     job, path = two()[0], tmp_path / "seed0.json"
-    parts = {
-        "config": described(job.config),
-        "scores": scores,
-        "seconds": 1.0,
-        "epochs": [],
-        "environment": {},
-        "analyses": {},
-    }
-    path.write_text(json.dumps(parts))
+    path.write_text(json.dumps(parts_of(described(job.config), scores)))
     with pytest.raises(ValueError, match=rf"seed0\.json is not a record of a run \(it has no {said}\): remove it"):
         read_record([tmp_path], job)
 
 
 def test_a_record_of_other_options_from_elsewhere_names_the_option_that_brought_it(tmp_path):
     job = two()[0]
-    whole = {"config": {}, "scores": {}, "seconds": 1.0, "epochs": [], "environment": {}, "analyses": {}}
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "seed0.json").write_text(json.dumps(whole))
+    (tmp_path / "theirs" / "seed0.json").write_text(json.dumps(parts_of({}, {})))
     with pytest.raises(ValueError, match=r"or choose another --records$"):
         read_record([tmp_path / "ours", tmp_path / "theirs"], job)
     with pytest.raises(ValueError, match=r"or choose another --out$"):

@@ -92,7 +92,7 @@ def chosen_subsets(config: Explain, model: "CovarianceNet") -> list[str]:
 
     d = model.head.channels
     split = split_point(d, config.split_at)
-    texts = config.subsets or ["all", *filter(None, [own_part(model)]), f"top:{split}", f"last:{d - split}"]
+    texts = config.subsets or ["all", own_part(model) or "all", f"top:{split}", f"last:{d - split}"]
     subsets = [EigenSubset.parse(text) for text in texts]
     partial = next((subset for subset in subsets if not subset.covers(d)), None)
     normalise = getattr(model.head, "normalise", None)
