@@ -110,17 +110,17 @@ def test_a_command_may_return_an_exit_code(command):
         (["try", "--step", "3"], "unknown option '--step': did you mean '--steps'?"),
         (["bench", "try", "--xyz"], "unknown option '--xyz': there is none like it (see 'eigengrain bench try --help')"),
         (["--verison"], "unknown option '--verison': did you mean '--version'? (see 'eigengrain --help')"),
-        (["try", "--steps", "many"], "option --steps: expected a whole number, got 'many' (see"),
+        (["try", "--steps", "many"], "--steps must be an integer, got 'many' (see"),
         (
             ["try", "--widths", "1,b"],
-            "option --widths: expected a whole number or a list of whole numbers such as 1,2, got '[1,b]'",
+            "--widths must be an integer or a list of integers such as 1,2, got '[1,b]'",
         ),
         (["try", "-x"], "unknown option '-x'"),
         (["-x"], "unknown option '-x': there is none like it (see 'eigengrain --help')"),
-        (["try", "--steps"], "argument --steps: expected one argument"),
+        (["try", "--steps"], "--steps needs a value"),
         (["try", "word"], "unexpected argument 'word': only options are expected here (see 'eigengrain try --help')"),
         (["try", "--steps", "-1"], "--steps must be at least 0, got -1"),
-        (["try", "--config", "missing.yaml"], "option --config:"),
+        (["try", "--config", "missing.yaml"], "cannot read missing.yaml"),
     ],
 )
 def test_a_mistake_gets_one_line_and_code_2(command, capsys, argv, said):
@@ -133,19 +133,19 @@ def test_a_misspelt_key_of_a_file_is_refused_with_what_is_near(command, capsys, 
     file = tmp_path / "options.yaml"
     file.write_text("setps: 5\n")
     assert cli.main(["try", "--config", str(file)]) == 2
-    assert one_line(capsys).startswith("unknown option '--setps': did you mean '--steps'?")
+    assert one_line(capsys).startswith("unknown option 'setps': did you mean 'steps'?")
 
 
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("data:\n  nam: cub\n", "unknown option '--data.nam': did you mean '--data.name'"),
-        ("data:\n  transforms:\n    kindd: timm\n", "unknown option '--data.transforms.kindd': did you mean '--data.tra"),
-        ("optimiser:\n  - lr: 3\n", "option --optimiser: expected a mapping of its options, got [{'lr': 3}]"),
-        ("seed: 1\ndata:\n", "option --data: expected a mapping of its options, got null"),
-        ("seed: 1\nepochs:\n", "option --epochs: expected a whole number, got null"),
-        ("optimiser: {lr: null}\n", "option --optimiser.lr: expected a number, got null"),
-        ("resume: 'false'\n", "option --resume: expected true or false, got 'false'"),
+        ("data:\n  nam: cub\n", "unknown option 'data.nam': did you mean 'data.name'"),
+        ("data:\n  transforms:\n    kindd: timm\n", "unknown option 'data.transforms.kindd': did you mean 'data.tra"),
+        ("optimiser:\n  - lr: 3\n", "--optimiser must be a mapping of names to values, got [{'lr': 3}]"),
+        ("seed: 1\ndata:\n", "--data must be a mapping of names to values, got None"),
+        ("seed: 1\nepochs:\n", "--epochs must be an integer, got None"),
+        ("optimiser: {lr: null}\n", "--optimiser.lr must be a number, got None"),
+        ("resume: 'false'\n", "--resume must be true or false, got 'false'"),
     ],
 )
 def test_what_is_wrong_in_a_file_is_named(capsys, tmp_path, text, said):
@@ -158,10 +158,10 @@ def test_what_is_wrong_in_a_file_is_named(capsys, tmp_path, text, said):
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        (b"steps: [1\n", "is not YAML: while parsing a flow sequence in "),
-        ("steps: 1\n".encode("utf-16"), "is not text in UTF-8 (invalid start byte): save it as such"),
-        (b"# steps: 1\n", "holds nothing, where options are expected: 'name: value', one a line"),
-        (b"- steps\n", "holds a list, where options are expected"),
+        (b"steps: [1\n", "not valid YAML"),
+        ("steps: 1\n".encode("utf-16"), "it is not UTF-8 text"),
+        (b"# steps: 1\n", "it holds nothing"),
+        (b"- steps\n", "it holds a list"),
     ],
 )
 def test_a_file_that_holds_no_options_is_named(command, capsys, tmp_path, content, said):
@@ -169,7 +169,7 @@ def test_a_file_that_holds_no_options_is_named(command, capsys, tmp_path, conten
     good.write_text("steps: 1\n")
     file.write_bytes(content)
     assert cli.main(["try", "--config", str(good), f"--config={file}"]) == 2
-    assert one_line(capsys).startswith(f"option --config: {file} {said}")
+    assert one_line(capsys).startswith(f"cannot read {file}: {said}")
 
 
 @pytest.mark.parametrize(

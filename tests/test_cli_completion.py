@@ -11,7 +11,7 @@ import pytest
 from eigengrain import cli
 from eigengrain.commands import values
 from eigengrain.commands.completion import Completion, bash, fish, run
-from eigengrain.commands.options import options_of
+from eigengrain.options import options_of
 
 
 @pytest.fixture(scope="module")

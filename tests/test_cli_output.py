@@ -20,9 +20,9 @@ from PIL import Image
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain import cli
 from eigengrain.commands.listing import Heads
-from eigengrain.commands.options import options_of
 from eigengrain.commands.words import named
 from eigengrain.models import create_model, save_pretrained
+from eigengrain.options import options_of
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.training import loop

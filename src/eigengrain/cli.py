@@ -4,17 +4,17 @@ The commands themselves are in :mod:`eigengrain.commands.catalogue`.
 """
 
 import errno
+import json
 import os
 import re
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
-from dataclasses import fields
+from dataclasses import asdict
 from difflib import get_close_matches
 from io import TextIOWrapper
-from itertools import accumulate
 from os.path import expanduser
 from types import FrameType
 from typing import Any, NamedTuple
@@ -22,10 +22,11 @@ from typing import Any, NamedTuple
 from eigengrain import __version__, errors
 from eigengrain.commands.catalogue import ABOUT, COMMANDS, GROUPS, PROGRAM, SECTIONS, Command, imported
 from eigengrain.commands.help import command_help, overview
-from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.words import JSON, PRINT, QUIET, named
-from eigengrain.errors import did_you_mean, unknown_name
+from eigengrain.errors import UnknownName, did_you_mean
+from eigengrain.options import Option, build, options_of
 from eigengrain.runtime import output
+from eigengrain.yaml_files import read_mapping
 
 #: exit codes: the work failed or found problems; a mistake in the command line, a file or a folder; the reader went away
 FAILED, USAGE, BROKEN_PIPE = 1, 2, 128 + 13
@@ -73,7 +74,7 @@ def _find(argv: Sequence[str]) -> tuple[Command | str, list[str]]:
         if name in commands:
             return commands[name], list(argv[place + 1 :])
         if name not in GROUPS:
-            raise unknown_name(f"{path} command".strip(), token, _choices(path))
+            raise UnknownName(f"{path} command".strip(), token, _choices(path))
         path = name
     return path, []
 
@@ -114,144 +115,133 @@ def parse(argv: Sequence[str]) -> Request:
             print(f"{PROGRAM} {__version__}")
             raise SystemExit(0)
         if rest:
-            raise ValueError(f"{_misspelt(rest, '', ['--help', '--version', *QUIET])} (see '{who} --help')")
+            raise ValueError(f"{_misspelt(rest, ['--help', '--version', *QUIET])} (see '{who} --help')")
         raise ValueError(f"a command is needed after '{who}'. Choose from: {', '.join(_choices(command))}")
     return _read(command, [*common, *rest])
 
 
 def _read(command: Command, words: list[str]) -> Request:
-    from jsonargparse import ArgumentError
-
     see = f"(see '{PROGRAM} {command.name} --help')"
     expanded = imported(command.expand)(words) if command.expand else words
     options = options_of(command.config)
-    parser = _parser(command)
-    known = [*parser._option_string_actions, *QUIET, *JSON, *PRINT]
+    known = [*(f"--{option.name}" for option in options), "--config", *QUIET, *JSON, *PRINT]
     try:
         read = named(expanded, options, command.positional)
     except ValueError as error:
-        raise ValueError(f"{_misspelt(words, '', known) or error} {see}") from None
+        raise ValueError(f"{_misspelt(words, known) or error} {see}") from None
     if read.json and not command.speaks:
         raise ValueError(f"there is nothing to say with --json: leave it out {see}")
-    for word in read.options:
-        if word.startswith("--config="):
-            _check_file(expanduser(word.removeprefix("--config=")))
+    misspelt = _misspelt(words, known)
+    if misspelt:
+        raise ValueError(f"{misspelt} {see}")
+    values: dict[str, Any] = {}
     try:
-        namespace = parser.parse_args(read.options)
-    except ArgumentError as error:
-        said = _misspelt(words, str(error), known) or _wrong_value(read.options, str(error), options)
-        raise ValueError(f"{said or _one_line(str(error))} {see}") from error
-    for name, text in read.texts.items():
-        namespace[name] = text
+        for word in read.options:
+            _apply(word, options, values)
+        for name, text in read.texts.items():
+            _place(values, name, text)
+        for option in options:
+            _expand_home(values, option)
+        config = build(command.config, values)
+    except (errors.ArgumentError, errors.UnknownName) as error:
+        raise ValueError(f"{_describe(error)} {see}") from None
     if read.print_config:
-        _print_options(namespace)
+        _print_options(config)
         raise SystemExit(0)
-    for option in options:
-        _complete(namespace, option)
-    # jsonargparse before 4.49 has another name for it
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    values = instantiate(namespace)
-    config = command.config(**{f.name: values[f.name] for f in fields(command.config) if f.name in values})
     return Request(command, config, read.quiet, read.json)
 
 
-def _parser(command: Command) -> Any:
-    """The parser of one command: its options by name, and switches (--dry_run, without a value)."""
-    from jsonargparse import ArgumentParser
-
-    # abbreviated options would turn a new option into a breaking change; errors are worded in _read, which prints too
-    parser = ArgumentParser(
-        prog=f"{PROGRAM} {command.name}", exit_on_error=False, allow_abbrev=False, add_help=False, print_config=None
-    )
-    parser.add_argument("--config", action="config")
-    switches = [option.name for option in options_of(command.config) if option.switch]
-    parser.add_class_arguments(command.config, skip=set(switches))
-    for switch in switches:
-        parser.add_argument(f"--{switch}", action="store_true")
-    return parser
-
-
-def _check_file(path: str) -> None:
-    """See that a file of options holds some, before the parser, which does not say in which file a mistake is.
+def _apply(word: str, options: Sequence[Option], values: dict[str, Any]) -> None:
+    """Add one option of the command line, or a file of ``--config``, to the values so far.
 
     Raises:
-        ValueError: for a file that is no text, no YAML or no mapping; of one that is not there the parser speaks.
+        ValueError: if it cannot be read.
     """
+    name, given, text = word.removeprefix("--").partition("=")
+    if name == "config":
+        if not given:
+            raise errors.ArgumentError("config", "must be a file")
+        _merge(values, read_mapping(expanduser(text)), options)
+        return
+    option = next(o for o in options if o.name == name.removesuffix("+"))
+    if option.switch:
+        if given:
+            raise errors.ArgumentError(name, "takes no value", text)
+        _place(values, option.name, True)
+        return
+    if not given:
+        raise errors.ArgumentError(name, f"needs a value: {option.expected}")
+    value = option.parse(text)
+    if name.endswith("+"):
+        before = _find_value(values, option.name)
+        value = [*(before if isinstance(before, list) else []), *(value if isinstance(value, list) else [value])]
+    _place(values, option.name, value)
+
+
+def _merge(values: dict[str, Any], more: Mapping[str, Any], options: Sequence[Option], prefix: str = "") -> None:
+    """Add a mapping to the values so far: sections are merged, options are replaced, also those that are mappings."""
+    names = {option.name for option in options}
+    for key, value in more.items():
+        section = isinstance(value, Mapping) and f"{prefix}{key}" not in names
+        if section and isinstance(values.setdefault(key, {}), dict):
+            _merge(values[key], value, options, f"{prefix}{key}.")
+        else:
+            values[key] = value
+
+
+def _place(values: dict[str, Any], name: str, value: Any) -> None:
+    """Set a dotted name in nested mappings."""
+    *parents, last = name.split(".")
+    for parent in parents:
+        if not isinstance(values.get(parent), dict):
+            values[parent] = {}
+        values = values[parent]
+    values[last] = value
+
+
+def _find_value(values: Mapping[str, Any], name: str) -> Any:
+    """The value of a dotted name in nested mappings, or None."""
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None  # type: ignore[assignment]
+    return values
+
+
+def _print_options(config: Any) -> None:
+    """Print the options as YAML for ``--config``, including those that were given without their name."""
     import yaml  # type: ignore[import-untyped]
 
-    if not os.path.isfile(path):
-        return
-    try:
-        with open(path, encoding="utf-8") as file:
-            values = yaml.safe_load(file)
-    except UnicodeDecodeError as error:
-        raise ValueError(f"option --config: {path} is not text in UTF-8 ({error.reason}): save it as such") from None
-    except yaml.YAMLError as error:
-        raise ValueError(f"option --config: {path} is not YAML: {error}") from None
-    if not isinstance(values, dict):
-        there = "nothing" if values is None else f"a {type(values).__name__}"
-        raise ValueError(f"option --config: {path} holds {there}, where options are expected: 'name: value', one a line")
+    print(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False, allow_unicode=True), end="")
 
 
-def _print_options(values: Any) -> None:
-    """Options as the YAML of a file for ``--config``, those that were given without their name included."""
-    import yaml
-
-    named_values = {name: value for name, value in values.as_dict().items() if name != "config"}
-    print(yaml.safe_dump(named_values, sort_keys=False, allow_unicode=True), end="")
-
-
-def _complete(values: Any, option: Option) -> None:
-    """Put a home folder into the value of an option, and refuse what the parser lets pass where a file says it.
-
-    Raises:
-        ValueError: for a section that is no mapping, null where there is no none, and a switch that is not true or false.
-    """
-    from jsonargparse import Namespace
-
-    *sections, _ = accumulate(option.name.split("."), lambda section, name: f"{section}.{name}")
-    for section in sections:
-        if not isinstance(values[section], Namespace):
-            raise ValueError(f"option --{section}: expected a mapping of its options, got {_in_yaml(values[section])}")
-    value = values[option.name]
-    if (value is None and not option.optional) or (option.switch and not isinstance(value, bool)):
-        raise ValueError(f"option --{option.name}: expected {option.expected}, got {_in_yaml(value)}")
-    if option.is_path and value:  # shells do it where a word begins, and leave --out=~/runs and files as they are
-        values[option.name] = list(map(expanduser, value)) if isinstance(value, list) else expanduser(value)
+def _expand_home(values: dict[str, Any], option: Option) -> None:
+    """Expand ~ in paths: shells do not expand it inside --out=~/runs, nor in files."""
+    value = _find_value(values, option.name)
+    if option.is_path and value:
+        if isinstance(value, str):
+            _place(values, option.name, expanduser(value))
+        elif isinstance(value, list):
+            _place(values, option.name, [expanduser(item) if isinstance(item, str) else item for item in value])
 
 
-def _in_yaml(value: Any) -> str:
-    return "null" if value is None else repr(value)
-
-
-def _misspelt(words: Sequence[str], message: str, known: Sequence[str]) -> str | None:
-    """What to say about the first option, typed or in a YAML file, that the parser does not have; None if it has all."""
-    names = [name for name in known if not name.endswith("+")]
-    typed = [word.split("=")[0].removesuffix("+") for word in words if re.match(r"-[^\d.]|--.", word)]
-    found = re.findall(r"(?:Group '([\w.]+)' .*)?(?:[Oo]ption|[Kk]ey) '([\w.]+)'", message)
-    in_file = ["--" + ".".join(filter(None, names)) for names in found]
-    for option in (*typed, *in_file):
-        if option not in (*names, "--recipe", "-h", "--help"):
-            near = get_close_matches(option, names, n=3, cutoff=0.65)
+def _misspelt(words: Sequence[str], known: Sequence[str]) -> str | None:
+    """The message about the first option that the command does not have; None if it has all."""
+    end = words.index("--") if "--" in words else len(words)
+    typed = [word.split("=")[0].removesuffix("+") for word in words[:end] if re.match(r"-[^\d.]|--.", word)]
+    for option in typed:
+        if option not in (*known, "--recipe", "-h", "--help"):
+            near = get_close_matches(option, known, n=3, cutoff=0.65)
             return f"unknown option '{option}': {did_you_mean(near) or 'there is none like it'}"
     return None
 
 
-def _wrong_value(words: Sequence[str], message: str, options: Sequence[Option]) -> str | None:
-    """What to say about an option whose value the parser refuses; None if the value was not typed, or something else is."""
-    refused = re.match(r'Parser key "([\w.]+)"', message)
-    option = next((o for o in options if refused and o.name == refused[1]), None)
-    typed = [word.partition("=")[2] for word in words if option and re.match(rf"--{re.escape(option.name)}\+?=", word)]
-    if option is None or not typed:
-        return None
-    if option.literals and not option.is_list and len(option.kinds) == 1:
-        return str(unknown_name(f"--{option.name}", typed[-1], option.literals))
-    return f"option --{option.name}: expected {option.expected}, got '{typed[-1]}'"
+def _describe(error: Exception) -> str:
+    """The message of an error, with options in place of Python arguments."""
+    return error.describe(lambda name: f"--{name}") if isinstance(error, errors.ArgumentError) else str(error)
 
 
 def _one_line(message: str) -> str:
-    """A message of the parser, or of a command, on one line."""
-    return re.sub(r'^Parser key "([\w.]+)": ', r"option --\1: ", " ".join(message.split()))
+    """A message on one line."""
+    return " ".join(message.split())
 
 
 class _Terminated(BaseException):
@@ -332,7 +322,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{PROGRAM}: error: no space is left on the disk{where}: free some, then run it again", file=sys.stderr)
         return FAILED
     except USER_ERRORS as error:
-        message = str(error) if isinstance(error, errors.LayoutError) else _one_line(str(error))
+        message = str(error) if isinstance(error, errors.LayoutError) else _one_line(_describe(error))
         print(f"{PROGRAM}: error: {message}", file=sys.stderr)
         return FAILED if isinstance(error, FAILURES) else USAGE
 

@@ -242,7 +242,7 @@ def test_tables_fit_a_terminal():
 def test_it_runs_from_python_without_the_command_line(tmp_path):
     code = f"""
 import sys
-sys.modules["jsonargparse"] = None
+
 from eigengrain.bench.config import SolversBench
 from eigengrain.bench.solvers import run
 run(SolversBench(**{TINY!r}, out={str(tmp_path)!r}))

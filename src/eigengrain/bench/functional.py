@@ -16,7 +16,7 @@ from torch import Tensor
 from eigengrain import functional as F
 from eigengrain.bench.config import FunctionalBench, warmup_runs
 from eigengrain.bench.memory import peak_bytes, saved_bytes
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional import _graphs, autotune
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
@@ -68,7 +68,7 @@ def methods_for(channels: int, positions: int, wanted: list[str] | None = None) 
     """
     for name in wanted or ():
         if name not in METHODS:
-            raise unknown_name("method", name, METHODS)
+            raise UnknownName("method", name, METHODS)
     names = [name for name in METHODS if wanted is None or name in wanted or name == REFERENCE]
     return [name for name in names if name != "gram" or positions < channels]
 

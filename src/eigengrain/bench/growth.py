@@ -15,7 +15,7 @@ from rich.table import Table
 from eigengrain.bench import functional
 from eigengrain.bench.config import GrowthBench, warmup_runs
 from eigengrain.bench.functional import Case, Row, by_time, in_turn, random_case, short, solver_of
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
 from eigengrain.runtime.environment import describe, pick_device
@@ -34,7 +34,7 @@ def methods_of(config: GrowthBench) -> list[str]:
     """
     for name in config.methods:
         if name not in functional.METHODS:
-            raise unknown_name("method", name, functional.METHODS)
+            raise UnknownName("method", name, functional.METHODS)
     names = [name for name in dict.fromkeys(config.methods) if name != "gram"]
     if not names:
         raise ValueError(

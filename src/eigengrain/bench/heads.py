@@ -9,7 +9,7 @@ from rich.table import Table
 
 from eigengrain.bench.config import HeadsBench, warmup_runs
 from eigengrain.bench.functional import Case, Row, by_time, figures, short, solver_of
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.heads import CovarianceHead, Head, create_head, list_heads
 from eigengrain.runtime import output
 from eigengrain.runtime.display import progress_bar
@@ -30,7 +30,7 @@ def known_heads(names: Iterable[str]) -> list[str]:
     once = list(dict.fromkeys(names))
     for name in once:
         if name not in list_heads():
-            raise unknown_name("head", name, list_heads())
+            raise UnknownName("head", name, list_heads())
     return once
 
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.values import SHELLS, values_of
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
+from eigengrain.options import Option, options_of
 
 if TYPE_CHECKING:
     from eigengrain.commands.catalogue import Command
@@ -39,7 +39,7 @@ class Completion:
         if not self.shell:
             raise ValueError(f"name the shell: eigengrain completion {' or '.join(SHELLS)}")
         if self.shell not in SHELLS:
-            raise unknown_name("shell", self.shell, SHELLS)
+            raise UnknownName("shell", self.shell, SHELLS)
 
 
 def run(config: Completion) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from eigengrain.data.catalogue import ENTRIES, Entry, check_names, find_entry
 from eigengrain.data.files import printable
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.runtime import output
 from eigengrain.runtime.words import counted
 
@@ -50,7 +50,7 @@ class Datasets:
         names = [entry.name for entry in ENTRIES]
         if self.action not in ACTIONS:
             hint = f"; for its layout: eigengrain datasets list {self.action}" if self.action in names else ""
-            raise ValueError(f"{unknown_name('datasets command', self.action, ACTIONS)}{hint}")
+            raise ValueError(f"{UnknownName('datasets command', self.action, ACTIONS)}{hint}")
         if self.action == "check":
             if self.name is None:
                 raise ValueError(f"name the folder: eigengrain datasets check photos, or as a data set: {_EXAMPLE}")
@@ -173,7 +173,7 @@ def _open_folder(config: Datasets) -> _Found:
     place = str(config.name)
     if not os.path.exists(os.path.expanduser(place)) and os.path.basename(place) == place:
         # one word: a folder, or a data set whose folder was forgotten
-        raise unknown_name("folder or data set", place, [entry.name for entry in ENTRIES])
+        raise UnknownName("folder or data set", place, [entry.name for entry in ENTRIES])
     tree = open_tree(place)
     splits = [split for split in tree.splits if config.split in ("all", split.split)]
     if not splits:

@@ -164,9 +164,8 @@ def _class_rows(score: "Score", model: "CovarianceNet", classes: Sequence[str]) 
 
 def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
     """The folder of the model, and the options that it was trained with where they are known."""
-    import yaml  # type: ignore[import-untyped]
-
     from eigengrain.training.config import from_mapping
+    from eigengrain.yaml_files import read_mapping
 
     path = training_folder(Path(checkpoint))
     if not path.is_dir():
@@ -178,10 +177,7 @@ def find_run(checkpoint: str) -> tuple[Path, "Train | None"]:
             hint = did_you_mean(inside[:3]) or "name one of them"
             raise ValueError(f"{checkpoint!r} is no folder of 'eigengrain train' or of save_pretrained: {hint}")
         return folder, None
-    try:
-        values: Any = yaml.safe_load(arguments.read_text(encoding="utf-8"))
-    except yaml.YAMLError as error:
-        raise ValueError(f"{arguments} is not YAML: {error}") from error
+    values = read_mapping(arguments)
     try:
         return folder, from_mapping(values)
     except ValueError as error:

@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from eigengrain.commands.evaluate import SPLITS, check_data_options
 from eigengrain.commands.options import check_choices, check_least
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 RULES = ("vanilla", "deconv", "guided")
 CUTS = ("exact", "projector")
@@ -95,7 +95,7 @@ class Explain:
             raise ValueError("--rules is empty: name some of vanilla, deconv, guided")
         for rule in self.rules:
             if rule not in RULES:
-                raise unknown_name("rule", rule, RULES)
+                raise UnknownName("rule", rule, RULES)
 
     @property
     def cuts(self) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from eigengrain.commands.explain_images import Source, open_source
 from eigengrain.commands.explain_options import TARGETS, Explain
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 if TYPE_CHECKING:
     from torch import device
@@ -125,7 +125,7 @@ def chosen_class(config: Explain, model: "CovarianceNet") -> int | None:
         if int(config.target) >= model.num_classes:
             raise ValueError(f"the model has {model.num_classes} classes, counted from 0; --target says {config.target}")
         return int(config.target)
-    raise unknown_name("--target", config.target, [*TARGETS, *names])
+    raise UnknownName("--target", config.target, [*TARGETS, *names])
 
 
 def chosen_perturbation(config: Explain, model: "CovarianceNet") -> "EigenPerturbation | None":

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.runtime import output
 
 SPLITS = ("train", "val", "test")
@@ -57,7 +57,7 @@ class Explore:
                     "--checkpoint out"
                 )
         if self.split not in SPLITS:
-            raise unknown_name("--split", self.split, SPLITS)
+            raise UnknownName("--split", self.split, SPLITS)
         if self.port is not None and not 1 <= self.port <= 65535:
             raise ValueError(f"--port must be from 1 to 65535, got {self.port}")
 

@@ -5,8 +5,8 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from eigengrain.commands.options import Option, options_of
 from eigengrain.commands.values import choices_of, values_of
+from eigengrain.options import Option, options_of
 
 if TYPE_CHECKING:
     from eigengrain.commands.catalogue import Command

@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from eigengrain.errors import did_you_mean, unknown_name
+from eigengrain.errors import UnknownName, did_you_mean
 from eigengrain.runtime import output
 
 if TYPE_CHECKING:
@@ -256,7 +256,7 @@ def run_heads(config: Heads) -> None:
 
     names = list_heads() if config.pattern is None else matching(config.pattern, list_heads())
     if not names:
-        raise unknown_name("head", config.pattern, list_heads())
+        raise UnknownName("head", config.pattern, list_heads())
     rows = [head_sizes(name) for name in names]
     output.reading().print(head_table(rows))
     output.result(rows, names)

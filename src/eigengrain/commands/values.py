@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 
 from eigengrain.commands.explain import CUTS, DIRECTIONS, SCALES, TARGETS
 from eigengrain.commands.listing import COVERED
-from eigengrain.commands.options import Option
 from eigengrain.data.catalogue import list_datasets
 from eigengrain.data.config import Kind
+from eigengrain.options import Option
 from eigengrain.recipes import list_recipes
 from eigengrain.studies import config as studies
 from eigengrain.training import config as training
@@ -79,7 +79,7 @@ def values_of(command: str, option: Option) -> tuple[str, ...]:
     """What the shell offers for an option of a command; nothing where it is a number, a file or free text.
 
     Example:
-        >>> from eigengrain.commands.options import options_of
+        >>> from eigengrain.options import options_of
         >>> [amp] = [option for option in options_of(training.Train) if option.name == "amp"]
         >>> values_of("train", amp)
         ('none', 'bf16', 'fp16')

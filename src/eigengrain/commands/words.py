@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple, get_origin
 
-from eigengrain.commands.options import Option
+from eigengrain.options import Option
 
 QUIET, JSON, PRINT = ("-q", "--quiet"), ("--json",), ("--print_config",)
 

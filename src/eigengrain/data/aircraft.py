@@ -5,7 +5,7 @@ from pathlib import Path
 from eigengrain.data.catalogue import find_entry
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import check_classes, check_files, find_root, rows
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 _NAMES = {"variant": "variants.txt", "family": "families.txt", "manufacturer": "manufacturers.txt"}
 
@@ -27,7 +27,7 @@ def open_aircraft(root: str | Path, split: str, level: str = "variant", with_val
     """
     entry = find_entry("aircraft")
     if level not in _NAMES:
-        raise unknown_name("level of the aircraft classes", level, _NAMES)
+        raise UnknownName("level of the aircraft classes", level, _NAMES)
     part = "test" if split == "test" else "trainval" if with_validation else "train"
     listed = f"data/images_{level}_{part}.txt"
     root = find_root(entry, root, "data/images", f"data/{_NAMES[level]}", listed)

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 
 @dataclass(frozen=True)
@@ -170,7 +170,7 @@ def find_entry(name: str) -> Entry:
     for entry in ENTRIES:
         if entry.name == name:
             return entry
-    raise unknown_name("data set", name, list_datasets())
+    raise UnknownName("data set", name, list_datasets())
 
 
 def check_names(options: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ from eigengrain.data.catalogue import find_entry
 from eigengrain.data.files import permitted
 from eigengrain.data.imageset import ImageSet
 from eigengrain.data.layout import layout_error
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 
 def open_dataset(name: str, root: str | Path | None = None, split: str = "train", **options: Any) -> ImageSet:
@@ -56,7 +56,7 @@ def _check_options(name: str, reader: Any, options: dict[str, Any]) -> None:
         if option not in known:
             if not known:
                 raise ValueError(f"{name} has no options, got {option!r}")
-            raise unknown_name(f"option of {name}", option, known)
+            raise UnknownName(f"option of {name}", option, known)
     hints = get_type_hints(reader)
     for option, value in options.items():  # a file or a command line may say anything
         if not _fits(value, hints[option]):

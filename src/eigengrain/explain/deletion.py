@@ -10,7 +10,7 @@ from torch import Tensor
 from eigengrain import _torchvision  # noqa: F401  isort: skip
 from torchvision.transforms import functional as F
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.explain.measures import collapse
 
 BASELINES = ("blur", "mean")
@@ -180,7 +180,7 @@ def _baseline(images: Tensor, baseline: str | Tensor) -> Tensor:
                 f"a baseline must broadcast to the images {tuple(images.shape)}, got {tuple(baseline.shape)}"
             ) from error
     if baseline not in BASELINES:
-        raise unknown_name("baseline", baseline, BASELINES)
+        raise UnknownName("baseline", baseline, BASELINES)
     if baseline == "mean":
         return images.mean((-2, -1), keepdim=True).expand_as(images)
     sigma = BLUR * min(images.shape[-2:])

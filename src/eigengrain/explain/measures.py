@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 Collapse = Literal["abs-max", "abs-sum", "signed-sum", "none"]
 Normalise = Literal["max", "minmax", "none"]
@@ -43,7 +43,7 @@ def collapse(maps: Tensor, how: str = "abs-max") -> Tensor:
         K. Simonyan et al., Deep Inside Convolutional Networks, ICLR Workshop 2014, Section 3.1.
     """
     if how not in COLLAPSES:
-        raise unknown_name("way to collapse a map", how, COLLAPSES)
+        raise UnknownName("way to collapse a map", how, COLLAPSES)
     if maps.ndim != 4:
         raise ValueError(f"collapse expects maps (B, C, H, W), got {tuple(maps.shape)}")
     if how == "none":
@@ -126,7 +126,7 @@ def mae(a: Tensor, b: Tensor, normalise: str = "max") -> Tensor:
         (0.0, 9.0)
     """
     if normalise not in NORMALISATIONS:
-        raise unknown_name("normalisation of maps", normalise, NORMALISATIONS)
+        raise UnknownName("normalisation of maps", normalise, NORMALISATIONS)
     a, b = _pair(a, b)
     if normalise == "minmax":
         a, b = (m - m.amin(1, keepdim=True) for m in (a, b))

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional import covariance, eigh
 from eigengrain.functional._inputs import check_floating, check_square, output_dtype
 from eigengrain.functional.subset import small_part
@@ -100,7 +100,7 @@ def perturbation_loss(M: Tensor, P_L: Tensor, P_S: Tensor, toward: str) -> Tenso
         (tensor(1.), tensor(-10.))
     """
     if toward not in TOWARD:
-        raise unknown_name("direction toward", toward, TOWARD)
+        raise UnknownName("direction toward", toward, TOWARD)
     if toward == "large":
         return (M - P_L).square().sum((-2, -1))
     constant = P_S.square().sum((-2, -1)) - P_L.square().sum((-2, -1))
@@ -245,7 +245,7 @@ class EigenPerturbation:
                 "create the model with head='mpncov', 'isqrt' or 'logcov', with or without '+seb'"
             )
         if optimiser not in OPTIMISERS:
-            raise unknown_name("optimiser", optimiser, OPTIMISERS)
+            raise UnknownName("optimiser", optimiser, OPTIMISERS)
         if not (lr > 0 and math.isfinite(lr)):
             raise ValueError(f"lr must be a number above 0, got {lr!r}")
         if isinstance(jitter, bool) or not isinstance(jitter, int) or jitter < 0:
@@ -315,7 +315,7 @@ class EigenPerturbation:
         if begin.shape != x.shape:
             raise ValueError(f"start must have the shape of x, {tuple(x.shape)}, got {tuple(begin.shape)}")
         if toward not in TOWARD:
-            raise unknown_name("direction toward", toward, TOWARD)
+            raise UnknownName("direction toward", toward, TOWARD)
         if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
             raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
         if tolerance is not None and not tolerance >= 0:

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.explain.animation import rgb_pixels
 from eigengrain.explain.measures import norm_ratio
 from eigengrain.explain.perturbation import Perturbed
@@ -70,7 +70,7 @@ def draw_panel(images: Sequence[Explained], path: str | os.PathLike[str], scale:
         ValueError: for no images, images that differ in rules, subsets or cut, or another scale.
     """
     if scale not in SCALES:
-        raise unknown_name("scale", scale, SCALES)
+        raise UnknownName("scale", scale, SCALES)
     asked = {(image.cut, tuple((rule, tuple(maps)) for rule, maps in image.maps.items())) for image in images}
     if len(asked) != 1:
         raise ValueError(f"a panel needs images with the same rules, subsets and cut, got {len(asked)} kinds of them")

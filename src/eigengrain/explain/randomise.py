@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from eigengrain import _torchvision  # noqa: F401  isort: skip
 from timm.models import group_parameters
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.explain.measures import collapse, correlation, rank_correlation
 from eigengrain.models import CovarianceNet
 
@@ -75,7 +75,7 @@ def randomisation_check(
         J. Adebayo et al., Sanity Checks for Saliency Maps, NeurIPS 2018, Section 3.
     """
     if similarity not in SIMILARITIES:
-        raise unknown_name("similarity", similarity, SIMILARITIES)
+        raise UnknownName("similarity", similarity, SIMILARITIES)
     if attribute is None:
         from eigengrain.explain.saliency import attribute_rules
 

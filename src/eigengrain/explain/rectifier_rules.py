@@ -27,7 +27,7 @@ from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 RULES = ("vanilla", "deconv", "guided")
 
@@ -50,7 +50,7 @@ _PLACES = 3
 
 def check_rule(rule: str) -> None:
     if rule not in RULES:
-        raise unknown_name("rule", rule, RULES)
+        raise UnknownName("rule", rule, RULES)
 
 
 class _Rectifier(NamedTuple):

@@ -16,7 +16,7 @@ from eigengrain.data.boxes import object_mask, part_mask
 from eigengrain.data.imageset import ImageSet, stack
 from eigengrain.data.loader import Order
 from eigengrain.data.workers import Workers
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.explain import measures as m
 from eigengrain.explain.deletion import deletion_curve, insertion_curve
 from eigengrain.functional import EigenSubset
@@ -410,7 +410,7 @@ def _check_names(kind: str, given: Sequence[str], known: Sequence[str]) -> None:
         raise ValueError(f"a survey needs at least one {kind}: choose from {', '.join(known)}")
     for name in given:
         if name not in known:
-            raise unknown_name(kind, name, known)
+            raise UnknownName(kind, name, known)
 
 
 def _numbered(given: Batch | tuple[Tensor, Tensor], seen: int) -> Batch:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import EigenSolverError, NonFiniteError, unknown_name
+from eigengrain.errors import EigenSolverError, NonFiniteError, UnknownName
 from eigengrain.functional import cusolver
 from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
@@ -167,7 +167,7 @@ def _(info: Any, in_dims: tuple[int | None, None], p: Tensor, backend: str) -> A
 def decompose(p: Tensor, backend: str = "auto") -> Eigh:
     """The decomposition as constants: no gradient is recorded. ``p`` is symmetric (*, d, d), in the working precision."""
     if backend not in BACKENDS:
-        raise unknown_name("backend", backend, BACKENDS)
+        raise UnknownName("backend", backend, BACKENDS)
     values, rows = _eigh_op(p.detach(), backend)
     return Eigh(values, rows.mT)
 

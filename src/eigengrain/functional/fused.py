@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import EigenSolverError, unknown_name
+from eigengrain.errors import EigenSolverError, UnknownName
 from eigengrain.functional import autotune
 from eigengrain.functional._first_order import first_order_only, graph_token
 from eigengrain.functional._inputs import (
@@ -207,7 +207,7 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
 
 def _choose_solver(solver: str, x: Tensor, dtype: torch.dtype, products_will_do: bool) -> str:
     if solver not in SOLVERS:
-        raise unknown_name("solver", solver, SOLVERS)
+        raise UnknownName("solver", solver, SOLVERS)
     if dtype == torch.float32:
         if solver not in ("auto", "svd"):
             raise ValueError(

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional import products
 from eigengrain.functional.iterative import newton_schulz, root_with_lyapunov
 from eigengrain.functional.scalar import geometric_ratio
@@ -115,7 +115,7 @@ class GradientRule:
 
     def __post_init__(self) -> None:
         if self.name not in GRADIENTS:
-            raise unknown_name("gradient rule", self.name, GRADIENTS)
+            raise UnknownName("gradient rule", self.name, GRADIENTS)
         for field, least in (("degree", 0), ("steps", 1), ("steps_newton", 1), ("threshold", 0)):
             if getattr(self, field) < least:
                 raise ValueError(f"gradient rule needs {field} of at least {least}, got {getattr(self, field)!r}")

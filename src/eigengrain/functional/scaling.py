@@ -7,7 +7,7 @@ The branch multiplies the square root by 1 + s, with :math:`s = \|QS^T\|_F = \sq
 import torch
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional import products
 from eigengrain.functional._inputs import check_square, output_dtype, to_compute
 from eigengrain.functional._linear import with_gradient
@@ -71,9 +71,9 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
     """
     check_square(P, "scaling_factor")
     if kind not in KINDS:
-        raise unknown_name("scaling factor", kind, KINDS)
+        raise UnknownName("scaling factor", kind, KINDS)
     if solver not in SOLVERS:
-        raise unknown_name("solver", solver, SOLVERS)
+        raise UnknownName("solver", solver, SOLVERS)
     if kind == "constant":
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
     p = to_compute(P)

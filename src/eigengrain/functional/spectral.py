@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional._first_order import first_order_only
 from eigengrain.functional._inputs import check_square, output_dtype, to_compute
 from eigengrain.functional.eigen import decompose
@@ -27,7 +27,7 @@ CUTS = ("exact", "projector")
 
 def check_cut(cut: str) -> None:
     if cut not in CUTS:
-        raise unknown_name("cut", cut, CUTS)
+        raise UnknownName("cut", cut, CUTS)
 
 
 class _SpectralFunction(torch.autograd.Function):

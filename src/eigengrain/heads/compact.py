@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.heads.base import Head
 from eigengrain.heads.pieces import check_positive, check_whole_number, power_normalise
 from eigengrain.heads.registry import register_head
@@ -60,7 +60,7 @@ class CompactBilinearPooling(Head):
         check_whole_number(type(self).__name__, "out_features", out_features)
         check_positive(type(self).__name__, "eps", eps, "the square root has an infinite slope at 0 without it")
         if projection not in PROJECTIONS:
-            raise unknown_name("projection", projection, PROJECTIONS)
+            raise UnknownName("projection", projection, PROJECTIONS)
         self.out_features = out_features
         self.eps = eps
         self.projection = PROJECTIONS[projection](self.channels, out_features, order=2, seed=seed)

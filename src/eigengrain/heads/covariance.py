@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.functional import (
     SOLVERS,
     EigenSubset,
@@ -110,7 +110,7 @@ class CovarianceHead(Head):
             ("solver", solver, SOLVERS),
         ):
             if value not in choices:
-                raise unknown_name(kind, value, choices)
+                raise UnknownName(kind, value, choices)
         check_steps(steps, "a number of steps", "the head")
         check_steps(1 if degree is None else degree, "a degree", "the head")
         if not epsilon >= 0:

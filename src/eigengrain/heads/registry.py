@@ -7,7 +7,7 @@ from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
-from eigengrain.errors import did_you_mean, unknown_name
+from eigengrain.errors import UnknownName, did_you_mean
 from eigengrain.heads.base import Head
 
 Factory = Callable[..., Head]
@@ -70,7 +70,7 @@ def create_head(name: str, in_channels: int, reduce: int | None = None, **option
         (torch.Size([2, 2080]), 2080)
     """
     if name not in _FACTORIES:
-        raise unknown_name("head", name, list_heads())
+        raise UnknownName("head", name, list_heads())
     try:
         return _FACTORIES[name](in_channels, reduce=reduce, **options)
     except TypeError as error:

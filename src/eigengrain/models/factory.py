@@ -5,7 +5,7 @@ import os
 from difflib import get_close_matches
 from typing import Any
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.heads import list_heads
 from eigengrain.models.backbone import ImageSize, create_backbone
 from eigengrain.models.model import CovarianceNet, Reduction
@@ -63,7 +63,7 @@ def create_model(
     classes = DEFAULT_CLASSES if num_classes is None else num_classes
     drop = 0.0 if drop_rate is None else drop_rate
     if head_name not in list_heads():
-        raise unknown_name("head", head_name, list_heads())  # before a backbone is downloaded for it
+        raise UnknownName("head", head_name, list_heads())  # before a backbone is downloaded for it
     own = [name for name in inspect.signature(create_model).parameters if name != "backbone_options"]
     for option in backbone_options:
         near = get_close_matches(option, own, n=1, cutoff=0.88)  # so near is a slip, not an option of a backbone

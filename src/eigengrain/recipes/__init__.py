@@ -5,7 +5,7 @@ from importlib.resources import files
 from os.path import expanduser
 from typing import TYPE_CHECKING, Any
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 if TYPE_CHECKING:
     from eigengrain.training.config import Train
@@ -28,7 +28,7 @@ def recipe_path(name: str) -> str:
         ValueError: for an unknown name, with near ones.
     """
     if name not in list_recipes():
-        raise unknown_name("recipe", name, list_recipes())
+        raise UnknownName("recipe", name, list_recipes())
     return str(files(__name__) / f"{name}.yaml")
 
 
@@ -46,12 +46,10 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> "Train
         >>> load_recipe("birds-resnet50-paper", {"data.root": "birds", "epochs": 3}).optimiser.classifier_lr_scale
         20.0
     """
-    import yaml  # type: ignore[import-untyped]
-
     from eigengrain.training.config import from_mapping
+    from eigengrain.yaml_files import read_mapping
 
-    with open(recipe_path(name), encoding="utf-8") as file:
-        values: dict[str, Any] = yaml.safe_load(file)
+    values = read_mapping(recipe_path(name))
     for option, value in (overrides or {}).items():
         *parents, last = option.split(".")
         place = values
@@ -103,13 +101,11 @@ def expand(words: Sequence[str]) -> list[str]:
 
 
 def _named_in(file: str) -> list[str]:
-    """The recipe that a file of options starts from, if any; of a file that cannot be read the parser will speak."""
-    import yaml
+    """The recipe that a file of options starts from, if any. A file that cannot be read is reported by the parser."""
+    from eigengrain.yaml_files import read_mapping
 
     try:
-        with open(expanduser(file), encoding="utf-8") as content:
-            values = yaml.safe_load(content)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError):
+        name = read_mapping(expanduser(file)).get("recipe")
+    except ValueError:
         return []
-    name = values.get("recipe") if isinstance(values, dict) else None
     return [name] if isinstance(name, str) else []

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.studies import accuracy, eigenvalues, learning, rates, speed
 from eigengrain.studies.accuracy import accuracy_findings, gains
 from eigengrain.studies.config import STUDY_ACTIONS
@@ -150,4 +150,4 @@ def find_study(name: str) -> Study:
     for study in STUDIES:
         if study.name == name:
             return study
-    raise unknown_name("study", name, [*STUDY_ACTIONS, *(study.name for study in STUDIES)])
+    raise UnknownName("study", name, [*STUDY_ACTIONS, *(study.name for study in STUDIES)])

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 
 HEADS = ("gap", "isqrt", "mpncov", "mpncov+seb")
 
@@ -135,9 +135,9 @@ class StudyRun:
     def __post_init__(self) -> None:
         for name, choices in (("scale", SCALES), ("protocol", PROTOCOLS)):
             if getattr(self, name) not in choices:
-                raise unknown_name(f"--{name}", getattr(self, name), choices)
+                raise UnknownName(f"--{name}", getattr(self, name), choices)
         if self.stride_on not in (None, "1x1", "3x3"):
-            raise unknown_name("--stride_on", self.stride_on, ("1x1", "3x3"))
+            raise UnknownName("--stride_on", self.stride_on, ("1x1", "3x3"))
         for name in ("datasets", "backbones", "heads", "seeds", "rates"):
             values = getattr(self, name)
             if values is not None and (not values or len(set(values)) != len(values)):

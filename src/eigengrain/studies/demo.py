@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml  # type: ignore[import-untyped]
 
 from eigengrain.data import build_transform, make_loader
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.heads import list_heads
 from eigengrain.models import from_pretrained
 from eigengrain.recipes import load_recipe
@@ -38,6 +37,7 @@ from eigengrain.training.interrupt import Interrupted
 from eigengrain.training.loop import train
 from eigengrain.training.sources import Sources, open_sources
 from eigengrain.training.telemetry import read_summary, spectrum_row
+from eigengrain.yaml_files import read_mapping
 
 RECIPE = "plumage-demo"
 RESULTS = "results.json"
@@ -100,7 +100,7 @@ def plan(demo: Demo) -> list[Train]:
     """
     for head in demo.heads:
         if head not in list_heads():
-            raise unknown_name("head", head, list_heads())
+            raise UnknownName("head", head, list_heads())
     common: dict[str, Any] = {"device": demo.device, "resume": True}
     if demo.epochs is not None:
         common["epochs"] = demo.epochs
@@ -130,7 +130,7 @@ def prepare(runs: Sequence[Train], fresh: bool) -> None:
         if fresh:
             shutil.rmtree(run.out)
             continue
-        changed = differences(yaml.safe_load(arguments.read_text(encoding="utf-8")) or {}, to_mapping(run))
+        changed = differences(read_mapping(arguments), to_mapping(run))
         if changed:
             raise ValueError(
                 f"{run.out} holds a run with other options ({', '.join(changed[:3])}): add --fresh to delete it and start "

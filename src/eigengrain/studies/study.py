@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from eigengrain.data.cache import Decoded
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.runtime.page import TableData
 from eigengrain.studies.comparison import REACH, best_rate, final_jobs, further_rate, rate_jobs, with_head
 from eigengrain.studies.config import StudyRun
@@ -413,7 +413,7 @@ def check_names(options: StudyRun, rows: Sequence[Row]) -> None:
             if not known:
                 raise ValueError(f"this study has no {kind}s to choose from: leave --{kind.replace(' ', '')}s out")
             if name not in known:
-                raise unknown_name(f"{kind} of this study", name, dict.fromkeys(known))
+                raise UnknownName(f"{kind} of this study", name, dict.fromkeys(known))
     backbones, heads = options.backbones or (), options.heads or ()
     if backbones and heads and not any(row.backbone in backbones and row.head in heads for row in rows):
         raise ValueError(f"this study has none of the heads {', '.join(heads)} with a backbone of {', '.join(backbones)}")

@@ -2,12 +2,13 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
-from typing import Any, Literal, get_args, get_type_hints
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
 
 from eigengrain.data.catalogue import check_names
 from eigengrain.data.config import Transforms
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
+from eigengrain.options import build
 
 AMP = ("none", "bf16", "fp16")
 CACHES = ("none", "device")
@@ -273,17 +274,7 @@ def from_mapping(values: Mapping[str, Any]) -> Train:
         Traceback (most recent call last):
         ValueError: unknown option 'optimiser.lrr': did you mean 'optimiser.lr' or ...
     """
-    from jsonargparse import ArgumentError, ArgumentParser
-
-    _check_keys(values, Train)
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_class_arguments(Train)
-    try:
-        namespace = parser.parse_object(dict(values))
-    except ArgumentError as error:
-        raise ValueError(" ".join(str(error).replace("Parser key", "option").split())) from error
-    instantiate = getattr(parser, "instantiate", None) or parser.instantiate_classes
-    return Train(**{f.name: instantiate(namespace)[f.name] for f in fields(Train)})
+    return build(Train, values)
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
@@ -310,23 +301,9 @@ def _plain(value: Any) -> Any:
     return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
 
 
-def _check_keys(values: Mapping[str, Any], into: type[Any], prefix: str = "") -> None:
-    if not isinstance(values, Mapping):
-        raise ValueError(f"{prefix.rstrip('.') or 'the options'} must be a mapping of names to values, got {values!r}")
-    hints = get_type_hints(into)
-    known = [f.name for f in fields(into)]
-    for key, value in values.items():
-        if key not in known:
-            raise unknown_name("option", f"{prefix}{key}", [prefix + name for name in known])
-        if value is None and not is_dataclass(hints[key]) and type(None) not in get_args(hints[key]):
-            raise ValueError(f"option {prefix}{key} must not be null")
-        if is_dataclass(hints[key]):
-            _check_keys(value, hints[key], f"{prefix}{key}.")  # type: ignore[arg-type]
-
-
 def _choice(option: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
-        raise unknown_name(f"--{option}", value, choices)
+        raise UnknownName(f"--{option}", value, choices)
 
 
 def _number(option: str, value: float, least: float = -math.inf, above: float = -math.inf) -> None:

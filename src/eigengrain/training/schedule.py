@@ -9,7 +9,7 @@ from timm.scheduler import MultiStepLRScheduler, PlateauLRScheduler, create_sche
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from eigengrain.errors import unknown_name
+from eigengrain.errors import UnknownName
 from eigengrain.models import parameter_groups
 from eigengrain.training.config import Optimiser, Schedule
 
@@ -23,7 +23,7 @@ def build_optimiser(model: nn.Module, config: Optimiser) -> torch.optim.Optimize
         ValueError: for an unknown name, with near matches, or an option that the optimiser does not have.
     """
     if config.opt not in list_optimizers():
-        raise unknown_name("--optimiser.opt", config.opt, list_optimizers())
+        raise UnknownName("--optimiser.opt", config.opt, list_optimizers())
     groups = parameter_groups(
         model,
         lr=config.lr,
