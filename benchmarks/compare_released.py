@@ -25,9 +25,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from eigengrain.environment import describe, pick_device
+from eigengrain.files import writable, write_csv
 from eigengrain.functional import isqrt_covariance, sqrt_covariance, triu_vector
-from eigengrain.runtime.environment import describe, pick_device
-from eigengrain.runtime.records import writable, write_csv
 
 Layer = Callable[[Tensor], Tensor]
 

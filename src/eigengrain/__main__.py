@@ -2,7 +2,7 @@
 
 import sys
 
-from eigengrain.cli import main
+from eigengrain.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -1,7 +1,7 @@
 """The options of commands and trainings, as their dataclasses declare them. No torch here.
 
-A config is built from plain values (a YAML file, a mapping, the command line) by checking each value against the type of its
-field. Nothing is imported or called because a value names it.
+A config is built from plain values: a YAML file, a mapping or the command line. Each value is checked against the type of
+its field; nothing is imported or called because a value names it.
 """
 
 import re

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageFile
 
-from eigengrain import cli
-from eigengrain.commands.datasets import Datasets, describe, run
+from eigengrain import output
+from eigengrain.cli import main as cli
+from eigengrain.cli.datasets import Datasets, describe, run
 from eigengrain.data import ImageSet, find_unreadable, open_dataset
-from eigengrain.data.catalogue import ENTRIES
 from eigengrain.data.check import find_problems
-from eigengrain.runtime import output
+from eigengrain.data.datasets.catalogue import ENTRIES
 
 
 @pytest.fixture
@@ -237,7 +237,7 @@ def test_on_the_command_line(damaged, monkeypatch, capsys):
         "datasets",
         "the data sets, their layouts, and a check of a folder's images",
         Datasets,
-        "eigengrain.commands.datasets:run",
+        "eigengrain.cli.datasets:run",
         positional={"action": "?", "name": "?", "root": "?"},
     )
     monkeypatch.setattr(cli, "COMMANDS", (*(c for c in cli.COMMANDS if c.name != "datasets"), command))
@@ -254,7 +254,7 @@ def test_on_the_command_line(damaged, monkeypatch, capsys):
 
 
 def test_lists_without_torch():
-    code = "import sys; from eigengrain.commands.datasets import *; run(Datasets()); assert 'torch' not in sys.modules"
+    code = "import sys; from eigengrain.cli.datasets import *; run(Datasets()); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    code = "import sys; import eigengrain.data.config; assert 'torch' not in sys.modules"
+    code = "import sys; import eigengrain.data.transforms_config; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

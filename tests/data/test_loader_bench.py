@@ -6,8 +6,7 @@ import sys
 
 import pytest
 import torch
-
-from eigengrain.bench.loader import LoaderBench, measure, our_loader, plain_loader, run, write_jpegs
+from benchmarks.loader import LoaderBench, measure, our_loader, plain_loader, run, write_jpegs
 
 SMALL = {"images": 12, "size": 32, "batch_size": 5, "repeats": 1}
 
@@ -47,5 +46,5 @@ def test_run_writes_the_environment(tmp_path, capsys):
 def test_options():
     with pytest.raises(ValueError, match="--repeats must be at least 1, got 0"):
         LoaderBench(repeats=0)
-    code = "import sys; import eigengrain.bench.loader; assert 'torch' not in sys.modules"
+    code = "import sys; import benchmarks.loader; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from eigengrain.data import ImageSet, list_datasets, open_dataset
-from eigengrain.data.catalogue import ENTRIES, find_entry
-from eigengrain.data.tree import open_tree
+from eigengrain.data.datasets.catalogue import ENTRIES, find_entry
+from eigengrain.data.datasets.tree import open_tree
 
 READ = [entry.name for entry in ENTRIES if not entry.drawn]
 

@@ -6,7 +6,7 @@ import shlex
 import pytest
 
 from docs.pages import PAGES, ROOT, blocks, title
-from eigengrain import cli
+from eigengrain.cli import main as cli
 from eigengrain.recipes import list_recipes
 
 #: commands that are not ours, and words that set variables for one

@@ -11,6 +11,7 @@ from PIL import Image
 from rich.console import Console
 from torch import nn
 
+from eigengrain import output
 from eigengrain.explain import perturbation
 from eigengrain.explain.animation import film_frames, rgb_pixels, write_gif
 from eigengrain.explain.perturbation import (
@@ -23,7 +24,6 @@ from eigengrain.explain.perturbation import (
 from eigengrain.models.backbone import Backbone
 from eigengrain.models.layout import FeatureLayout
 from eigengrain.models.model import CovarianceNet
-from eigengrain.runtime import output
 
 F64 = torch.float64
 MEAN, STD = (0.5, 0.4, 0.3), (0.25, 0.2, 0.3)

@@ -15,10 +15,10 @@ import eigengrain as eg
 from eigengrain.data import Transforms, build_transform
 from eigengrain.data.plumage import open_plumage
 from eigengrain.explain import EigenPerturbation, attribute_rules
-from eigengrain.explain import pictures as module
+from eigengrain.explain import plots as module
 from eigengrain.explain.animation import rgb_pixels
-from eigengrain.explain.gallery import MEANINGS, READING, READING_PERTURBED, Picture, write_gallery
-from eigengrain.explain.pictures import Explained, draw_panel, draw_perturbed, explain_images, overlay
+from eigengrain.explain.plots import Explained, draw_panel, draw_perturbed, explain_images, overlay
+from eigengrain.explain.report import MEANINGS, READING, READING_PERTURBED, Picture, write_gallery
 from eigengrain.explain.survey import MEASURES, Summary
 
 SUBSETS = ["all", "top:5", "last:3"]

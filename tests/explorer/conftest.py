@@ -9,7 +9,7 @@ pytest.importorskip("gradio")
 pytest.importorskip("captum")
 pytest.importorskip("matplotlib")
 
-from eigengrain.commands.checkpoint import plain_transform
+from eigengrain.cli.checkpoint import plain_transform
 from eigengrain.explorer.server import Server
 from eigengrain.explorer.session import Lens
 

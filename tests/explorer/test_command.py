@@ -10,8 +10,8 @@ import httpx
 import pytest
 from safetensors.torch import load_file
 
-from eigengrain import cli
-from eigengrain.commands.explore import Explore
+from eigengrain.cli import main as cli
+from eigengrain.cli.explore import Explore
 from eigengrain.explorer import opening
 from eigengrain.explorer.opening import find_demo, open_lenses, train_small
 from eigengrain.models import save_pretrained
@@ -84,7 +84,7 @@ def test_images_that_do_not_fit_are_refused(folder, capsys):
 
 
 def test_the_page_is_served_until_ctrl_c(folder):
-    command = [sys.executable, "-m", "eigengrain.cli", "explore", "--checkpoint", str(folder)]
+    command = [sys.executable, "-m", "eigengrain.cli.main", "explore", "--checkpoint", str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as program:
         try:
             line = program.stdout.readline()

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from benchmarks.explorer_load import Visitor, percentile, visit
 
 from eigengrain.explorer.limits import MAX_BYTES
-from eigengrain.explorer.load_test import Visitor, percentile, visit
 from eigengrain.explorer.server import Server
 from explorer.hostile import UPLOADS
 

@@ -4,7 +4,7 @@ import gradio as gr
 import pytest
 import torch
 
-from eigengrain.commands.checkpoint import plain_transform
+from eigengrain.cli.checkpoint import plain_transform
 from eigengrain.explorer import views
 from eigengrain.explorer.page import Page
 from eigengrain.explorer.session import Lens

@@ -8,18 +8,18 @@ from eigengrain.functional import (
     _squaring,
     autotune,
     covariance,
-    cusolver,
     debug,
     eigh,
     isqrt_covariance,
     matrix_sqrt,
     newton_schulz,
-    products,
     quintic_sqrt,
     scaling_factor,
     solver_repairs,
     sqrt_covariance,
 )
+from eigengrain.functional import matrix_products as products
+from eigengrain.functional._cuda import cusolver
 from eigengrain.heads import create_head
 from spectral_cases import F64, features, generator, log_spectrum, matrix, relative
 

@@ -8,7 +8,7 @@ import torch
 
 from eigengrain.errors import EigenSolverError, NonFiniteError, SecondOrderError
 from eigengrain.functional import BACKENDS, eigen, eigh, solver_repairs
-from eigengrain.functional._inputs import LinAlgError
+from eigengrain.functional.inputs import LinAlgError
 from spectral_cases import F64, matrix
 
 
@@ -151,7 +151,7 @@ def test_a_forked_process_has_workers_of_its_own(two_threads):
 
 
 def test_cusolver_falls_back_with_a_word_where_it_is_missing():
-    from eigengrain.functional._inputs import say_once
+    from eigengrain.functional.inputs import say_once
 
     say_once.cache_clear()
     with pytest.warns(UserWarning, match="'cusolver-batched' is not available here .the tensor is on cpu"):

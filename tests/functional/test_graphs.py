@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eigengrain.functional import _graphs
+from eigengrain.functional._cuda import graphs as _graphs
 
 
 class Recording:

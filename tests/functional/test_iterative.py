@@ -5,7 +5,7 @@ import torch
 
 from eigengrain.errors import SecondOrderError
 from eigengrain.functional import matrix_sqrt, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
-from eigengrain.functional.iterative import pade_coefficients, taylor_coefficients
+from eigengrain.functional.newton_schulz import pade_coefficients, taylor_coefficients
 from spectral_cases import F64, log_spectrum, matrix, relative
 
 P = matrix(torch.tensor([2.0, 1.0, 0.7, 0.2], dtype=F64), seed=3, batch=2)

@@ -5,9 +5,10 @@ import pytest
 import scipy.linalg
 import torch
 
-from eigengrain.functional import _product_layer, isqrt_covariance, matrix_log, matrix_sqrt, products, sqrt_covariance
+from eigengrain.functional import _product_layer, isqrt_covariance, matrix_log, matrix_sqrt, sqrt_covariance
+from eigengrain.functional import matrix_products as products
 from eigengrain.functional.covariance import centre
-from eigengrain.functional.iterative import log_products
+from eigengrain.functional.newton_schulz import log_products
 from spectral_cases import F64, log_spectrum, matrix, relative
 
 

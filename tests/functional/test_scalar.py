@@ -4,7 +4,7 @@ import mpmath
 import pytest
 import torch
 
-from eigengrain.functional.scalar import ExpInverse, Generic, Logarithm, Power, SquareRoot, geometric_ratio
+from eigengrain.functional.scalar_functions import ExpInverse, Generic, Logarithm, Power, SquareRoot, geometric_ratio
 from spectral_cases import F64
 
 # close and far pairs, over twelve decades, and ratios that leave one of the two without a digit in their difference

@@ -4,7 +4,7 @@ import torch
 
 from eigengrain.errors import SecondOrderError
 from eigengrain.functional import exp_inverse, matrix_sqrt, scaling_factor
-from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from spectral_cases import F64, matrix, relative
 
 P = matrix(torch.tensor([2.0, 0.9, 0.3, 0.01], dtype=F64), seed=6, batch=3)

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from eigengrain import EigenSubset
-from eigengrain.commands.explain import split_point
-from eigengrain.functional.subset import small_part
+from eigengrain.cli.explain import split_point
+from eigengrain.functional.subsets import small_part
 
 
 def members(text, d):

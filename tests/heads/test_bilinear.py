@@ -8,7 +8,7 @@ import torch
 import eigengrain.heads.bilinear
 from eigengrain.errors import NonFiniteError
 from eigengrain.heads import create_head
-from eigengrain.heads.pieces import power_normalise, signed_sqrt
+from eigengrain.heads.layers import power_normalise, signed_sqrt
 
 HEADS = ["bcnn", "bcnn-improved"]
 F64 = torch.float64

@@ -7,8 +7,8 @@ import torch
 import eigengrain.heads.low_rank  # noqa: F401  (registers the head)
 from eigengrain.functional import matrix_from_triu
 from eigengrain.heads import create_head
+from eigengrain.heads.layers import smooth_signed_sqrt
 from eigengrain.heads.low_rank import LowRankBilinearClassifier
-from eigengrain.heads.pieces import smooth_signed_sqrt
 
 F64 = torch.float64
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from eigengrain.heads import create_head
-from eigengrain.heads.pieces import unit
+from eigengrain.heads.layers import unit
 from eigengrain.heads.rank_one import RankOneUpdatePooling, damp_leading_direction
 
 EPS = 1e-6

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import eigengrain
-from eigengrain.functional import products
+from eigengrain.functional import matrix_products as products
 from eigengrain.heads import list_heads
 from eigengrain.models import create_model, export, onnx_file
 from eigengrain.models.export import (

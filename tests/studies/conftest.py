@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from eigengrain.studies import jobs
+from studies import jobs
 
 
 @pytest.fixture(scope="module")

@@ -8,13 +8,13 @@ import math
 import numpy as np
 import pytest
 import torch
+from studies.config import GradientTour
+from studies.features import Factors, equal_eigenvalues, with_spectrum
 
-from eigengrain import cli
+from eigengrain.cli import main as cli
 from eigengrain.functional import GRADIENTS, covariance, sqrt_covariance
-from eigengrain.runtime.page import Cell
-from eigengrain.studies import gradients
-from eigengrain.studies.config import GradientTour
-from eigengrain.studies.features import Factors, equal_eigenvalues, with_spectrum
+from eigengrain.pages import Cell
+from studies import gradients
 
 TINY = GradientTour(channels=8, positions=20, samples=3)
 

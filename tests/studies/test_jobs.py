@@ -8,11 +8,11 @@ from contextlib import ExitStack
 from dataclasses import replace
 
 import pytest
+from studies.comparison import best_rate, final_jobs, job_name, rate_jobs
+from studies.jobs import Job, described, read_record, run_jobs
 
-from eigengrain.studies import claims, jobs
-from eigengrain.studies.comparison import best_rate, final_jobs, job_name, rate_jobs
-from eigengrain.studies.jobs import Job, described, read_record, run_jobs
 from eigengrain.training import train
+from studies import claims, jobs
 from training.small_run import colours, small
 from training.test_distributed import run_two, said
 
@@ -74,7 +74,7 @@ def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, m
 
 def test_two_processes_share_a_study(tmp_path):
     """Both come to the same end, and nothing is trained twice."""
-    words = [sys.executable, "-m", "eigengrain.cli", "study", "spectrum", "--scale", "smoke", "--out", str(tmp_path)]
+    words = [sys.executable, "-m", "eigengrain.cli.main", "study", "spectrum", "--scale", "smoke", "--out", str(tmp_path)]
     words += ["--device", "cpu", "--datasets", "cub"]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     said = [process.communicate(timeout=120) for process in both]
@@ -87,7 +87,7 @@ def test_two_processes_share_a_study(tmp_path):
 def test_processes_of_torchrun_share_every_run(tmp_path):
     """The model goes when both have analysed it, and both come to the same end."""
     words = ["study", "spectrum", "--scale", "smoke", "--out", str(tmp_path), "--device", "cpu", "--datasets", "cub"]
-    out, _ = run_two("eigengrain.cli", *words, "--drop_models")
+    out, _ = run_two("eigengrain.cli.main", *words, "--drop_models")
     assert out.count("written to") == 2
     records = [json.loads(file.read_text()) for file in (tmp_path / "records").iterdir()]
     assert sum("spectrum" in record["analyses"] for record in records) == 2

@@ -10,16 +10,16 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
+from studies.accuracy import LENGTHS
+from studies.catalogue import STUDIES
+from studies.config import StudyRun
+from studies.report import on_terminal
+from studies.study import Setup
 
-from eigengrain import cli
-from eigengrain.bench import step
-from eigengrain.runtime.page import TableData
-from eigengrain.studies import campaign, conclusions, jobs, speed
-from eigengrain.studies.accuracy import LENGTHS
-from eigengrain.studies.catalogue import STUDIES
-from eigengrain.studies.config import StudyRun
-from eigengrain.studies.report import on_terminal
-from eigengrain.studies.study import Setup
+from benchmarks import step
+from eigengrain.cli import main as cli
+from eigengrain.pages import TableData
+from studies import campaign, conclusions, jobs, speed
 
 SMOKE = ["--scale", "smoke", "--device", "cpu"]
 #: records of photographs, of one data set of three

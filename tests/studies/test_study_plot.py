@@ -4,9 +4,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
+from studies.study_plot import Dots
 
-from eigengrain.studies import study_plot
-from eigengrain.studies.study_plot import Dots
+from studies import study_plot
 
 
 @pytest.fixture

@@ -5,19 +5,19 @@ from dataclasses import replace
 
 import pytest
 import torch
+from studies.accuracy import LENGTHS, accuracy_findings, gains, shown
+from studies.analyses import subsets_of
+from studies.catalogue import STUDIES, find_study
+from studies.comparison import job_name, rate_jobs
+from studies.config import StudyRun
+from studies.cost import STATED, Speeds, cost
+from studies.jobs import Job, described
+from studies.learning import first_records
+from studies.published import TITLES
+from studies.settings import NETWORKS, base
+from studies.study import Row, Setup
 
 from eigengrain.heads import create_head
-from eigengrain.studies.accuracy import LENGTHS, accuracy_findings, gains, shown
-from eigengrain.studies.analyses import subsets_of
-from eigengrain.studies.catalogue import STUDIES, find_study
-from eigengrain.studies.comparison import job_name, rate_jobs
-from eigengrain.studies.config import StudyRun
-from eigengrain.studies.cost import STATED, Speeds, cost
-from eigengrain.studies.jobs import Job, described
-from eigengrain.studies.learning import first_records
-from eigengrain.studies.published import TITLES
-from eigengrain.studies.settings import NETWORKS, base
-from eigengrain.studies.study import Row, Setup
 
 BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", printed=84.3, core=True)
 BRANCH = replace(BIRDS, method="MPN-COV + SEB", head="mpncov+seb", printed=86.2)
@@ -257,7 +257,7 @@ def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path, monkeypatc
     assert found.rows[0]["device_name"] == "a device"
     assert any("no comparison" in note for note in found.notes)
     drawn = []
-    monkeypatch.setattr("eigengrain.studies.study_plot.draw_dots", lambda panels, what, path: drawn.append(panels))
+    monkeypatch.setattr("studies.study_plot.draw_dots", lambda panels, what, path: drawn.append(panels))
     found.draw(tmp_path / "figure.png")
     assert [dots.ours for dots in drawn[0]["Birds"]] == [{"ours, fair, rate not chosen": [79.46]}, {}]
 

@@ -5,7 +5,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from eigengrain.studies import jobs
+from studies import jobs
 from training.small_run import colours, small
 
 if __name__ == "__main__":

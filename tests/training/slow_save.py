@@ -12,7 +12,7 @@ import torch
 
 from eigengrain.training import loop, train
 from eigengrain.training.checkpoint import LAST, write_checkpoint
-from eigengrain.training.interrupt import Interrupted
+from eigengrain.training.signals import Interrupted
 from training.small_run import colours, small
 
 

@@ -16,7 +16,7 @@ from PIL import Image
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.data import ImageSet
-from eigengrain.data.config import Transforms
+from eigengrain.data.transforms_config import Transforms
 from eigengrain.training.config import Data, Model, Optimiser, Train
 from eigengrain.training.sources import Sources
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import pytest
 import yaml
 
-from eigengrain import cli
-from eigengrain.commands import evaluate as evaluate_command
-from eigengrain.commands import train as train_command
-from eigengrain.commands.evaluate import Evaluate
-from eigengrain.data.config import Transforms
+from eigengrain.cli import evaluate as evaluate_command
+from eigengrain.cli import main as cli
+from eigengrain.cli import train as train_command
+from eigengrain.cli.evaluate import Evaluate
+from eigengrain.data.transforms_config import Transforms
 from eigengrain.models import from_pretrained
 from eigengrain.recipes import expand
 from eigengrain.training import loop
 from eigengrain.training.config import Train, from_mapping
-from eigengrain.training.interrupt import Interrupted
+from eigengrain.training.signals import Interrupted
 from training.small_run import SIZE
 
 BIRDS = f"{{classes: 3, per_class: 5, size: {SIZE}, cache: false}}"
@@ -45,8 +45,8 @@ SMALL = {
 @pytest.fixture(autouse=True, scope="module")
 def commands():
     entries = (
-        cli.Command("train", "train a model", Train, "eigengrain.commands.train:run"),
-        cli.Command("evaluate", "accuracy of a model", Evaluate, "eigengrain.commands.evaluate:run"),
+        cli.Command("train", "train a model", Train, "eigengrain.cli.train:run"),
+        cli.Command("evaluate", "accuracy of a model", Evaluate, "eigengrain.cli.evaluate:run"),
     )
     names = [entry.name for entry in entries]
     with pytest.MonkeyPatch.context() as patch:
@@ -226,8 +226,8 @@ def test_print_config_shows_the_recipe_with_overrides(capsys):
 def test_a_real_sigterm_ends_with_143_and_a_checkpoint(tmp_path):
     """From outside, on a process that is in the middle of its work."""
     code = (
-        "import sys; from eigengrain import cli; from eigengrain.training.config import Train; "
-        "entry = cli.Command('train', 'x', Train, 'eigengrain.commands.train:run'); "
+        "import sys; from eigengrain.cli import main as cli; from eigengrain.training.config import Train; "
+        "entry = cli.Command('train', 'x', Train, 'eigengrain.cli.train:run'); "
         "cli.COMMANDS = (*(c for c in cli.COMMANDS if c.name != 'train'), entry); sys.exit(cli.main(sys.argv[1:]))"
     )
     options = {**SMALL, "epochs": "100000", "save_every": "1", "out": str(tmp_path / "run")}

@@ -12,13 +12,13 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eigengrain.data import DeviceCache, build_transform, make_loader
-from eigengrain.data.config import Transforms
+from eigengrain.data.transforms_config import Transforms
 from eigengrain.models import from_pretrained
 from eigengrain.training import loop, train
-from eigengrain.training.build import build
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Model
 from eigengrain.training.distributed import Process
+from eigengrain.training.setup import build
 from training.small_run import SIZE, colours, small
 
 DEVICE = "cuda"

@@ -385,7 +385,7 @@ def test_the_cache_trains_as_the_files_do(tmp_path):
 
 
 def test_tensorboard_that_is_not_installed_is_said_before_anything_else(tmp_path, monkeypatch):
-    monkeypatch.setattr("eigengrain.training.build.find_spec", lambda name: None)
+    monkeypatch.setattr("eigengrain.training.setup.find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'eigengrain\[log\]'"):
         train(small(tmp_path, log="tensorboard", dry_run=True), colours())
 
@@ -488,7 +488,7 @@ def test_a_broken_image_whose_name_is_no_text(tmp_path):
 def test_a_model_says_how_its_test_images_were_prepared(transforms, side):
     from timm.data import create_transform, resolve_data_config
 
-    from eigengrain.data.config import Transforms
+    from eigengrain.data.transforms_config import Transforms
 
     config = Transforms(img_size=side, **transforms)
     model = create_model("test_resnet", head="gap", num_classes=2)
@@ -502,7 +502,7 @@ def test_a_model_says_how_its_test_images_were_prepared(transforms, side):
 def test_a_model_of_images_as_they_are_says_their_size():
     from timm.data import create_transform, resolve_data_config
 
-    from eigengrain.data.config import Transforms
+    from eigengrain.data.transforms_config import Transforms
 
     class Wide(ImageSet):
         def image(self, index):

@@ -7,8 +7,8 @@ import pytest
 import torch
 import yaml
 
-from eigengrain import cli
-from eigengrain.data.catalogue import list_datasets
+from eigengrain.cli import main as cli
+from eigengrain.data.datasets.catalogue import list_datasets
 from eigengrain.models import create_model
 from eigengrain.recipes import expand, list_recipes, load_recipe, recipe_path
 

@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from eigengrain.models import from_pretrained
-from eigengrain.training import build, train
+from eigengrain.training import setup as build
+from eigengrain.training import train
 from eigengrain.training.checkpoint import CheckpointError, read_checkpoint
-from eigengrain.training.interrupt import Interrupted
+from eigengrain.training.signals import Interrupted
 from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
 from training.small_run import colours, small
 

@@ -10,7 +10,7 @@ from eigengrain import _torchvision  # noqa: F401  isort: skip
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
-from eigengrain.data.imageset import Box, ImageSet
+from eigengrain.data.image_set import Box, ImageSet
 from eigengrain.data.transforms import Pipeline
 
 

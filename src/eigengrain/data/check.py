@@ -9,9 +9,9 @@ import torch
 from PIL import ImageFile
 from torch.utils.data import Dataset
 
-from eigengrain.data.imageset import ImageSet
+from eigengrain.data.image_set import ImageSet
 from eigengrain.data.workers import Workers
-from eigengrain.runtime.display import tracked
+from eigengrain.progress import tracked
 
 #: images that a worker looks at before it reports
 _TOGETHER = 8

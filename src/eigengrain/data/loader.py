@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from eigengrain.data.imageset import ImageSet, stack
+from eigengrain.data.image_set import ImageSet, stack
 from eigengrain.data.randomness import derive
 from eigengrain.data.workers import Workers
 

@@ -1,4 +1,4 @@
-"""From an image to a normalised tensor, as a :class:`~eigengrain.data.config.Transforms` says."""
+"""From an image to a normalised tensor, as a :class:`~eigengrain.data.transforms_config.Transforms` says."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from timm.data import create_transform
 from torchvision.transforms import InterpolationMode, RandomCrop
 from torchvision.transforms import functional as F
 
-from eigengrain.data.config import Transforms
+from eigengrain.data.transforms_config import Transforms
 
 #: how torchvision draws whether to mirror
 _HALF = 0.5

@@ -11,15 +11,15 @@ from eigengrain._lazy import loader
 if TYPE_CHECKING:
     from eigengrain.explain.perturbation import EigenPerturbation as EigenPerturbation
     from eigengrain.explain.perturbation import Perturbed as Perturbed
-    from eigengrain.explain.rectifier_rules import RULES as RULES
-    from eigengrain.explain.rectifier_rules import RectifierRules as RectifierRules
+    from eigengrain.explain.relu_rules import RULES as RULES
+    from eigengrain.explain.relu_rules import RectifierRules as RectifierRules
     from eigengrain.explain.saliency import EigenSaliency as EigenSaliency
     from eigengrain.explain.saliency import SubsetMaps as SubsetMaps
     from eigengrain.explain.saliency import attribute_rules as attribute_rules
 
 _EXPORTS = {
     **dict.fromkeys(("EigenPerturbation", "Perturbed"), "eigengrain.explain.perturbation"),
-    **dict.fromkeys(("RULES", "RectifierRules"), "eigengrain.explain.rectifier_rules"),
+    **dict.fromkeys(("RULES", "RectifierRules"), "eigengrain.explain.relu_rules"),
     **dict.fromkeys(("EigenSaliency", "SubsetMaps", "attribute_rules"), "eigengrain.explain.saliency"),
 }
 

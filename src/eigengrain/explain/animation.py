@@ -12,7 +12,7 @@ from eigengrain import _torchvision  # noqa: F401  isort: skip
 from torchvision.utils import make_grid
 
 from eigengrain.explain.perturbation import Perturbed
-from eigengrain.runtime.records import writable
+from eigengrain.files import writable
 
 
 def rgb_pixels(images: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from eigengrain.errors import UnknownName
 from eigengrain.functional import covariance, eigh
-from eigengrain.functional._inputs import check_floating, check_square, output_dtype
-from eigengrain.functional.subset import small_part
+from eigengrain.functional.inputs import check_floating, check_square, output_dtype
+from eigengrain.functional.subsets import small_part
 from eigengrain.heads import CovarianceHead
 from eigengrain.models import CovarianceNet
-from eigengrain.runtime.display import progress_bar
+from eigengrain.progress import progress_bar
 
 TOWARD = ("large", "small")
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}

@@ -4,7 +4,7 @@ r"""EigenSaliency: the gradient of a network's answer to the image, with a subse
    \Lambda_S = \text{the eigenvalues in } S, \text{ zero elsewhere (Eq. 5)}
 
 with c one class for every subset, and the gradient at each rectifier by one of three rules
-(:mod:`eigengrain.explain.rectifier_rules`). A dropped eigenvalue has no gradient of its own, yet the kept subspace turns
+(:mod:`eigengrain.explain.relu_rules`). A dropped eigenvalue has no gradient of its own, yet the kept subspace turns
 with the image: ``cut="exact"`` follows it, ``cut="projector"`` holds it fixed.
 """
 
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.errors import MissingPackageError
-from eigengrain.explain.rectifier_rules import RectifierRules, check_rule
+from eigengrain.explain.relu_rules import RectifierRules, check_rule
 from eigengrain.functional import EigenSubset
 from eigengrain.functional.spectral import check_cut
 from eigengrain.heads import CovarianceHead, Head

@@ -13,16 +13,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from eigengrain.data.boxes import object_mask, part_mask
-from eigengrain.data.imageset import ImageSet, stack
+from eigengrain.data.image_set import ImageSet, stack
 from eigengrain.data.loader import Order
 from eigengrain.data.workers import Workers
 from eigengrain.errors import UnknownName
 from eigengrain.explain import measures as m
 from eigengrain.explain.deletion import deletion_curve, insertion_curve
+from eigengrain.files import writable, write_csv
 from eigengrain.functional import EigenSubset
 from eigengrain.models import CovarianceNet
-from eigengrain.models.modes import evaluating
-from eigengrain.runtime.records import writable, write_csv
+from eigengrain.models.eval_mode import evaluating
 
 #: of a subset's map beside that of all eigenvalues
 COMPARISONS = ("corr", "mae", "norm_ratio")

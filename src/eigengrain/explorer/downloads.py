@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from eigengrain.explain.pictures import Explained, draw_panel
+from eigengrain.explain.plots import Explained, draw_panel
 from eigengrain.explorer.session import Answer, Lens, Look, facts
 from eigengrain.functional import EigenSubset
 

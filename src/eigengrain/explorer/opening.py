@@ -8,15 +8,15 @@ from typing import Any
 
 import torch
 
-from eigengrain.commands.checkpoint import plain_transform
-from eigengrain.commands.explain import Explain, open_source
-from eigengrain.commands.explore import Explore
+from eigengrain.cli.checkpoint import plain_transform
+from eigengrain.cli.explain import Explain, open_source
+from eigengrain.cli.explore import Explore
 from eigengrain.data.plumage import open_plumage
+from eigengrain.environment import pick_device
 from eigengrain.explorer.session import Lens
 from eigengrain.explorer.uploads import Uploads
 from eigengrain.models import from_pretrained
 from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
-from eigengrain.runtime.environment import pick_device
 
 DEMO, OWN = Path("runs/demo"), Path("runs/explore")
 #: the model of the demo that is shown first
@@ -49,8 +49,8 @@ def train_small(folder: Path, device: str) -> Path:
     It goes on where it was interrupted, and is trained once only.
     """
     from eigengrain.recipes import load_recipe
-    from eigengrain.training.interrupt import Interrupted
     from eigengrain.training.loop import train
+    from eigengrain.training.signals import Interrupted
     from eigengrain.training.sources import open_sources
 
     if (folder / "model" / WEIGHTS_FILE).is_file():

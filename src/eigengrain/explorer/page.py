@@ -12,10 +12,10 @@ from urllib.parse import parse_qsl
 import gradio as gr
 from PIL import Image
 
-from eigengrain.commands.explain import CUTS, SCALES
+from eigengrain.cli.explain import CUTS, SCALES
 from eigengrain.data.decode import ImageError
 from eigengrain.explain.perturbation import TOWARD
-from eigengrain.explain.rectifier_rules import RULES
+from eigengrain.explain.relu_rules import RULES
 from eigengrain.explorer import downloads, views
 from eigengrain.explorer.limits import CONCURRENCY, CONCURRENT_MAPS, KEPT_BYTES, MAX_RUNS, MAX_STEPS, open_upload
 from eigengrain.explorer.memory import Memory

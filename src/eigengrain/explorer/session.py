@@ -17,18 +17,18 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from eigengrain.commands.explain_plan import own_part
+from eigengrain.cli.explain_plan import own_part
 from eigengrain.data import ImageSet
 from eigengrain.data.decode import ImageError
 from eigengrain.explain.animation import rgb_pixels
 from eigengrain.explain.measures import collapse
-from eigengrain.explain.pictures import Explained
+from eigengrain.explain.plots import Explained
 from eigengrain.explain.saliency import attribute_rules
 from eigengrain.explorer.limits import KEPT_BYTES, MAX_TEXT, MAX_WAIT, BusyError
 from eigengrain.explorer.memory import Memory
 from eigengrain.explorer.uploads import UPLOAD, Uploads
 from eigengrain.functional import EigenSubset
-from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from eigengrain.heads import CovarianceHead
 from eigengrain.models import CovarianceNet
 
@@ -171,7 +171,7 @@ class Lens:
         ValueError: if the head has no eigenvalues to choose from, or no example can be read.
 
     Example:
-        >>> from eigengrain.commands.checkpoint import plain_transform
+        >>> from eigengrain.cli.checkpoint import plain_transform
         >>> from eigengrain.data.plumage import open_plumage
         >>> from eigengrain.models import create_model
         >>> birds = open_plumage("test", classes=2, per_class=1, size=64, cache=False)

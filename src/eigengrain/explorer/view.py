@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import urlencode
 
-from eigengrain.commands.explain import CUTS, SCALES, split_point
-from eigengrain.explain.rectifier_rules import RULES
+from eigengrain.cli.explain import CUTS, SCALES, split_point
+from eigengrain.explain.relu_rules import RULES
 from eigengrain.explorer.limits import MAX_TEXT
 from eigengrain.explorer.session import EXAMPLE, Lens
 from eigengrain.explorer.uploads import UPLOAD

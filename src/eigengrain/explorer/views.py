@@ -12,7 +12,7 @@ from PIL import Image
 from torch import Tensor
 
 from eigengrain.explain.measures import norm_ratio
-from eigengrain.explain.pictures import PERCENTILE, Explained, overlay
+from eigengrain.explain.plots import PERCENTILE, Explained, overlay
 from eigengrain.explorer import charts
 from eigengrain.explorer.perturbing import Progress
 from eigengrain.explorer.session import Answer, Facts, Lens, Look

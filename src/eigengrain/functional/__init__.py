@@ -3,15 +3,14 @@
 Eigenvalues are in descending order everywhere, as in the paper.
 """
 
-from eigengrain.functional._monitor import debug, solver_repairs
+from eigengrain.functional._cuda.monitor import debug, solver_repairs
 from eigengrain.functional._product_layer import isqrt_covariance
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
 from eigengrain.functional.eigen import BACKENDS, Eigh, eigh
-from eigengrain.functional.fused import SOLVERS, sqrt_covariance, sqrt_covariance_of_subsets
-from eigengrain.functional.iterative import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
-from eigengrain.functional.rules import GRADIENTS, GradientRule
-from eigengrain.functional.scalar import ScalarFunction
-from eigengrain.functional.scaling import scaling_factor
+from eigengrain.functional.gradient_rules import GRADIENTS, GradientRule
+from eigengrain.functional.newton_schulz import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
+from eigengrain.functional.scalar_functions import ScalarFunction
+from eigengrain.functional.scaling_eigen_branch import scaling_factor
 from eigengrain.functional.spectral import (
     exp_inverse,
     matrix_log,
@@ -19,7 +18,8 @@ from eigengrain.functional.spectral import (
     matrix_sqrt,
     spectral_function,
 )
-from eigengrain.functional.subset import EigenSubset
+from eigengrain.functional.sqrt_covariance import SOLVERS, sqrt_covariance, sqrt_covariance_of_subsets
+from eigengrain.functional.subsets import EigenSubset
 
 __all__ = [
     "BACKENDS",

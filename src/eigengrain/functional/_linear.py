@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.functional._first_order import first_order_only
+from eigengrain.functional._autograd import first_order_only
 
 
 class _WithGradient(torch.autograd.Function):

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.functional import products
-from eigengrain.functional._first_order import first_order_only, graph_token
-from eigengrain.functional._graphs import replayed, side_by_side
-from eigengrain.functional._inputs import check_features, output_dtype
+from eigengrain.functional import matrix_products as products
+from eigengrain.functional._autograd import first_order_only, graph_token
+from eigengrain.functional._cuda.graphs import replayed, side_by_side
 from eigengrain.functional.covariance import centre, covariance
-from eigengrain.functional.iterative import check_steps, newton_schulz
-from eigengrain.functional.scaling import qs_by_products
+from eigengrain.functional.inputs import check_features, output_dtype
+from eigengrain.functional.newton_schulz import check_steps, newton_schulz
+from eigengrain.functional.scaling_eigen_branch import qs_by_products
 
 
 @replayed

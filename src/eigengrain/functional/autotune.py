@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from eigengrain.functional._inputs import output_dtype
+from eigengrain.functional.inputs import output_dtype
 
 #: Relative error of Q in the Frobenius norm against a float64 SVD of the features, at condition number 1e10 of the
 #: covariance and full rank. tests/functional/test_autotune.py holds them to it.
@@ -66,7 +66,7 @@ def _key(x: Tensor, batch: int) -> str:
 
 def _time(solver: str, batch: int, d: int, n: int, device: torch.device) -> float:
     """Median milliseconds of forward and backward with the branch, on random features."""
-    from eigengrain.functional.fused import sqrt_covariance
+    from eigengrain.functional.sqrt_covariance import sqrt_covariance
 
     x = torch.rand(batch, d, n, device=device, generator=torch.Generator(device).manual_seed(0)).requires_grad_()
     grad = torch.ones(batch, d, d, device=device)

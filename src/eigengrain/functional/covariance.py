@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from eigengrain.functional._inputs import (
+from eigengrain.functional.inputs import (
     check_compute_dtype,
     check_features,
     check_floating,

@@ -16,10 +16,10 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import EigenSolverError, NonFiniteError, UnknownName
-from eigengrain.functional import cusolver
-from eigengrain.functional._first_order import first_order_only
-from eigengrain.functional._inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
-from eigengrain.functional._monitor import MONITOR, debugging
+from eigengrain.functional._autograd import first_order_only
+from eigengrain.functional._cuda import cusolver
+from eigengrain.functional._cuda.monitor import MONITOR, debugging
+from eigengrain.functional.inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
 
 Solver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (batch, d, d) -> ascending eigenvalues, eigenvectors in columns
 

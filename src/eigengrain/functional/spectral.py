@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import UnknownName
-from eigengrain.functional._first_order import first_order_only
-from eigengrain.functional._inputs import check_square, output_dtype, to_compute
+from eigengrain.functional._autograd import first_order_only
 from eigengrain.functional.eigen import decompose
-from eigengrain.functional.rules import GradientRule
-from eigengrain.functional.scalar import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
-from eigengrain.functional.subset import EigenSubset
+from eigengrain.functional.gradient_rules import GradientRule
+from eigengrain.functional.inputs import check_square, output_dtype, to_compute
+from eigengrain.functional.scalar_functions import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
+from eigengrain.functional.subsets import EigenSubset
 
 Cut = Literal["exact", "projector"]
 CUTS = ("exact", "projector")

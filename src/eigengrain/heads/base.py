@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from torch import Tensor, nn
 
-from eigengrain.functional._inputs import check_features
+from eigengrain.functional.inputs import check_features
 
 
 class Reduce(nn.Sequential):

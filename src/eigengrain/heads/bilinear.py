@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from eigengrain.functional import matrix_sqrt, triu_vector
-from eigengrain.functional._inputs import output_dtype, to_compute
-from eigengrain.functional.iterative import quintic_sqrt
+from eigengrain.functional.inputs import output_dtype, to_compute
+from eigengrain.functional.newton_schulz import quintic_sqrt
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, power_normalise, second_moment
+from eigengrain.heads.layers import check_positive, power_normalise, second_moment
 from eigengrain.heads.registry import register_head
 
 

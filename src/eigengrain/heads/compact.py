@@ -4,7 +4,7 @@ from torch import Tensor
 
 from eigengrain.errors import UnknownName
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, check_whole_number, power_normalise
+from eigengrain.heads.layers import check_positive, check_whole_number, power_normalise
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.sketch import RandomMaclaurin, TensorSketch
 

@@ -29,9 +29,9 @@ from eigengrain.functional import (
     sqrt_covariance_of_subsets,
     triu_vector,
 )
-from eigengrain.functional._inputs import output_dtype
-from eigengrain.functional.iterative import check_steps, log_products
-from eigengrain.functional.scaling import qs_and_slope
+from eigengrain.functional.inputs import output_dtype
+from eigengrain.functional.newton_schulz import check_steps, log_products
+from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from eigengrain.functional.spectral import CUTS
 from eigengrain.heads.base import Head
 from eigengrain.heads.registry import register_head

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from eigengrain.functional._inputs import output_dtype
+from eigengrain.functional.inputs import output_dtype
 from eigengrain.heads.base import Head
 from eigengrain.heads.registry import register_head
 

@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eigengrain.functional._inputs import check_features, output_dtype
+from eigengrain.functional.inputs import check_features, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, check_whole_number, smooth_signed_sqrt, unit
+from eigengrain.heads.layers import check_positive, check_whole_number, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.sketch import TensorSketch
 

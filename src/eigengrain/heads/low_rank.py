@@ -4,9 +4,9 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.functional import triu_vector
-from eigengrain.functional._inputs import full_precision, output_dtype
+from eigengrain.functional.inputs import full_precision, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import (
+from eigengrain.heads.layers import (
     TriangleClassifier,
     check_positive,
     check_whole_number,

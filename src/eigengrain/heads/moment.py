@@ -4,12 +4,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eigengrain.functional._inputs import output_dtype, to_compute
 from eigengrain.functional.covariance import triu_vector
-from eigengrain.functional.fused import sqrt_covariance
+from eigengrain.functional.inputs import output_dtype, to_compute
 from eigengrain.functional.spectral import matrix_power
+from eigengrain.functional.sqrt_covariance import sqrt_covariance
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, second_moment, smooth_signed_sqrt
+from eigengrain.heads.layers import check_positive, second_moment, smooth_signed_sqrt
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.sketch import TensorSketch
 

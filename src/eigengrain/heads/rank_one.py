@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from eigengrain.functional._inputs import full_precision, output_dtype
 from eigengrain.functional.covariance import triu_vector
+from eigengrain.functional.inputs import full_precision, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import check_positive, check_whole_number, second_moment, smooth_signed_sqrt, unit
+from eigengrain.heads.layers import check_positive, check_whole_number, second_moment, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
 from eigengrain.heads.sketch import TensorSketch
 

@@ -7,8 +7,8 @@ of it that keeps them on average needs far fewer: the variance falls as one over
 import torch
 from torch import Tensor, nn
 
-from eigengrain.functional._inputs import check_floating, full_precision
-from eigengrain.heads.pieces import check_whole_number
+from eigengrain.functional.inputs import check_floating, full_precision
+from eigengrain.heads.layers import check_whole_number
 
 
 class _Projection(nn.Module):

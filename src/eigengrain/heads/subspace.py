@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-from eigengrain.functional._inputs import output_dtype, to_compute
 from eigengrain.functional.covariance import triu_vector
-from eigengrain.functional.scalar import ScalarFunction
+from eigengrain.functional.inputs import output_dtype, to_compute
+from eigengrain.functional.scalar_functions import ScalarFunction
 from eigengrain.functional.spectral import spectral_function
 from eigengrain.heads.base import Head
-from eigengrain.heads.pieces import TriangleClassifier, check_whole_number
+from eigengrain.heads.layers import TriangleClassifier, check_whole_number
 from eigengrain.heads.registry import register_head
 
 

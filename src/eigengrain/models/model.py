@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from eigengrain.heads import Head, create_head
 from eigengrain.models.backbone import Backbone
-from eigengrain.models.groups import prefixed_matcher
-from eigengrain.runtime.words import counted
+from eigengrain.models.param_groups import prefixed_matcher
+from eigengrain.text import counted
 
 #: ``reduce="auto"``: maps with more channels than the first number are reduced to the second
 AUTO_REDUCE_ABOVE, AUTO_REDUCE_TO = 512, 256

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import eigengrain
 from eigengrain.heads import CovarianceHead
-from eigengrain.models.factory import create_model
+from eigengrain.models.create import create_model
 from eigengrain.models.model import CovarianceNet, check_bare
 from eigengrain.models.weights import load_weights
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from eigengrain.models.checkpoint_file import read_tensors
-from eigengrain.models.dialects import BACKBONE, Renaming, fitted_by_timm, in_backbone, renamings
 from eigengrain.models.model import CovarianceNet
+from eigengrain.models.weight_files import read_tensors
+from eigengrain.models.weight_formats import BACKBONE, Renaming, fitted_by_timm, in_backbone, renamings
 
 logger = logging.getLogger("eigengrain")
 

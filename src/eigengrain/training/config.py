@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from eigengrain.data.catalogue import check_names
-from eigengrain.data.config import Transforms
+from eigengrain.data.datasets.catalogue import check_names
+from eigengrain.data.transforms_config import Transforms
 from eigengrain.errors import UnknownName
 from eigengrain.options import build
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from eigengrain.runtime.environment import pick_device
+from eigengrain.environment import pick_device
 
 
 @dataclass(frozen=True)

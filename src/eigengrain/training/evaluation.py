@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from eigengrain.errors import NonFiniteError
 from eigengrain.models import CovarianceNet
-from eigengrain.models.modes import evaluating
+from eigengrain.models.eval_mode import evaluating
+from eigengrain.training.cuda_graphs import recorded_features
 from eigengrain.training.distributed import Process
-from eigengrain.training.graphs import recorded_features
 
 AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -18,12 +18,11 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from eigengrain.data.randomness import derive
+from eigengrain.environment import describe
 from eigengrain.errors import FailedError, NonFiniteError
 from eigengrain.functional import solver_repairs
 from eigengrain.models import CovarianceNet, save_pretrained
-from eigengrain.runtime.display import progress_bar
-from eigengrain.runtime.environment import describe
-from eigengrain.training.build import Run, build, tensorboard, write_arguments
+from eigengrain.progress import progress_bar
 from eigengrain.training.checkpoint import (
     BEST,
     LAST,
@@ -44,9 +43,10 @@ from eigengrain.training.distributed import (
     seed_everything,
 )
 from eigengrain.training.evaluation import evaluate
-from eigengrain.training.interrupt import Interrupted, Wish, polite_signals
 from eigengrain.training.plan import dry_run
 from eigengrain.training.schedule import rates
+from eigengrain.training.setup import Run, build, tensorboard, write_arguments
+from eigengrain.training.signals import Interrupted, Wish, polite_signals
 from eigengrain.training.sources import Sources, to_device
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 

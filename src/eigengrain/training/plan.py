@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.functional import cross_entropy
 
-from eigengrain.runtime import output
-from eigengrain.runtime.words import counted
+from eigengrain import output
+from eigengrain.text import counted
 from eigengrain.training.sources import to_device
 
 if TYPE_CHECKING:
-    from eigengrain.training.build import Run
+    from eigengrain.training.setup import Run
 
 PASSES = 2
 

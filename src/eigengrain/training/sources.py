@@ -16,11 +16,11 @@ from eigengrain.data import (
     open_dataset,
     split_validation,
 )
-from eigengrain.data.cache import Decoded
-from eigengrain.data.config import Transforms
+from eigengrain.data.device_cache import Decoded
 from eigengrain.data.files import printable
+from eigengrain.data.transforms_config import Transforms
+from eigengrain.files import writable
 from eigengrain.models import CovarianceNet
-from eigengrain.runtime.records import writable
 from eigengrain.training.config import Data, Train
 from eigengrain.training.distributed import Process
 

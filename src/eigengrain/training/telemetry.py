@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengrain.functional.subset import small_part
+from eigengrain.functional.subsets import small_part
 from eigengrain.training.checkpoint import CheckpointError, write_atomically
 
 COLUMNS = (

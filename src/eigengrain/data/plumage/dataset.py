@@ -8,12 +8,12 @@ from numpy.typing import NDArray
 from PIL import Image
 from torch import Tensor
 
-from eigengrain.data.imageset import Box, ImageSet
+from eigengrain.data.image_set import Box, ImageSet
 from eigengrain.data.plumage import cache as disk
 from eigengrain.data.plumage.render import Drawing, Mask, render
 from eigengrain.data.plumage.scene import Nuisance, draw_scene
 from eigengrain.data.plumage.species import SPECIES
-from eigengrain.runtime.display import tracked
+from eigengrain.progress import tracked
 
 PER_CLASS = {"train": 200, "test": 100}
 _STREAMS = {"train": 0, "test": 1}
@@ -107,7 +107,7 @@ def open_plumage(
         seed: of the drawings, and of the augmentation that ``transform`` may do.
         cache: keep the drawings on disk as well, see :func:`eigengrain.data.plumage.cache_folder`.
         nuisance: how much the scenes vary; the default is the data set that results are reported on.
-        transform: see :class:`eigengrain.data.imageset.ImageSet`.
+        transform: see :class:`eigengrain.data.image_set.ImageSet`.
 
     Raises:
         ValueError: for a split that does not exist, or a number that is out of range.

@@ -1,0 +1,1 @@
+"""Benchmark scripts, run from a checkout; results are CSV files beside them."""

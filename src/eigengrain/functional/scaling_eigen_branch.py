@@ -1,0 +1,107 @@
+r"""Scaling factors of the Scaling Eigen Branch: one scalar a sample, from the spectrum of the covariance.
+
+The branch multiplies the square root by 1 + s, with :math:`s = \|QS^T\|_F = \sqrt{\sum_i \lambda_i e^{-2\lambda_i}}`
+(Eq. 24), S = e^{−P}. Sums of exponentials are taken by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
+"""
+
+import torch
+from torch import Tensor
+
+from eigengrain.errors import UnknownName
+from eigengrain.functional import matrix_products as products
+from eigengrain.functional._linear import with_gradient
+from eigengrain.functional.eigen import decompose
+from eigengrain.functional.inputs import check_square, output_dtype, to_compute
+
+KINDS = ("qs", "q", "s", "constant")
+SOLVERS = ("auto", "eigh", "products")
+
+
+def _log_qs(values: Tensor) -> Tensor:
+    """log s (*) from eigenvalues (*, d)."""
+    return 0.5 * torch.logsumexp(values.clamp_min(0).log() - 2 * values, -1)
+
+
+def qs_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
+    r"""s (*) from eigenvalues (*, d), and :math:`\partial s/\partial\sigma = (1 - 2\lambda)\,\sigma e^{-2\lambda}/s`.
+
+    Here σ = √λ. The slope is at most 1 in norm. Both are 0 where s is below the normal numbers.
+    """
+    log_s = _log_qs(values).unsqueeze(-1)
+    s = log_s.exp()
+    slope = (1 - 2 * values) * torch.exp(0.5 * values.clamp_min(0).log() - 2 * values - log_s)
+    normal = s >= torch.finfo(s.dtype).tiny
+    return torch.where(normal, s, 0.0).squeeze(-1), torch.where(normal, slope, 0.0)
+
+
+def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
+    """The factor from the eigenvalues and its derivative in them; where the factor is 0 the derivative is set to 0."""
+    if kind == "qs":
+        log_s = _log_qs(values)
+        s = log_s.exp()
+        normal = s >= torch.finfo(s.dtype).tiny
+        slope = (0.5 - values) * torch.exp(-2 * values - log_s.unsqueeze(-1))
+        return torch.where(normal, s, 0.0), torch.where(normal.unsqueeze(-1), slope, 0.0)
+    log_s = 0.5 * torch.logsumexp(-2 * values, -1)
+    return log_s.exp(), -torch.exp(-2 * values - log_s.unsqueeze(-1))
+
+
+def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "auto") -> Tensor:
+    r"""The factor by which the Scaling Eigen Branch scales the square root, one a matrix, with closed-form gradient.
+
+    - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 24);
+    - ``q``: :math:`\|Q\|_F = \sqrt{\mathrm{tr}P}`;
+    - ``s``: :math:`\|S\|_F = \sqrt{\mathrm{tr}\,e^{-2P}}`;
+    - ``constant``: a number, without gradient (Table 7). The learned factors of that table are modules in the heads.
+
+    Where a factor is 0, as at P = 0, its gradient is set to 0.
+
+    Args:
+        P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
+        kind: see above.
+        constant: value for ``constant``.
+        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` and ``q``; NaN of ``qs`` for traces above 2²²).
+
+    Returns:
+        (*), float64 if P is float64 and float32 otherwise.
+
+    Example:
+        >>> scaling_factor(torch.diag(torch.tensor([1.0, 0.0])))
+        tensor(0.3679)
+    """
+    check_square(P, "scaling_factor")
+    if kind not in KINDS:
+        raise UnknownName("scaling factor", kind, KINDS)
+    if solver not in SOLVERS:
+        raise UnknownName("solver", solver, SOLVERS)
+    if kind == "constant":
+        return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
+    p = to_compute(P)
+    p = (p + p.mT) / 2
+    if kind == "q":  # no decomposition is needed; the root has no slope at 0
+        trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)
+        root = torch.where(trace <= 0, 1.0, trace).sqrt()
+        return torch.where(trace <= 0, 0.0, root).to(P.device, output_dtype(P))
+    if solver == "auto":  # an eigendecomposition costs ten times the products on CUDA, and less than they do on a CPU
+        solver = "products" if kind == "qs" and P.is_cuda else "eigh"
+    if solver == "products":
+        if kind != "qs":
+            raise ValueError(f"solver='products' computes the factors 'qs' and 'q', got {kind!r}: use solver='eigh'")
+        batch = p.reshape(-1, *p.shape[-2:])
+        with torch.no_grad():
+            value, slope = qs_by_products(batch)
+        out = with_gradient(batch, value, slope, "scaling_factor").reshape(P.shape[:-2])
+    else:
+        values, vectors = decompose(p)
+        value, slope = _value_and_slope(values, kind)
+        out = with_gradient(p, value, (vectors * slope.unsqueeze(-2)) @ vectors.mT, "scaling_factor")
+    return out.to(P.device, output_dtype(P))
+
+
+def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
+    """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d) in float64, by matrix products alone."""
+    decay = products.exp_minus_twice(p)
+    product = torch.bmm(p, decay)
+    s = products.trace(product).clamp_min(0).sqrt()
+    slope = torch.where(s == 0, 0.0, (decay - 2 * product) / (2 * products.nonzero(s)))
+    return s[..., 0, 0], products.symmetric(slope)

@@ -1,0 +1,398 @@
+r"""From features to the square root of their covariance in one step, with a gradient that is bounded.
+
+Let :math:`X_c = (X - \bar X)/\sqrt N = U \Sigma V^T`. The root :math:`Q = (X_c X_c^T)^{1/2} = U \Sigma U^T` is the left
+polar factor of :math:`X_c`, and :math:`X_c \mapsto Q` has Lipschitz constant :math:`\sqrt2` at every rank and condition
+number, so :math:`\|\partial l/\partial X\|_F \le \sqrt{2/N}\,\|\partial l/\partial Q\|_F`. In floating point this holds
+only if :math:`1/(\sigma_i + \sigma_j)` is never formed:
+
+.. math:: \frac{\partial l}{\partial X_c} = 2U\,[(U^T \mathrm{sym}(G) U) \circ R]\,V^T, \qquad
+   R_{ij} = \frac{\sigma_j}{\sigma_i + \sigma_j} \in [0, 1],
+
+with the rows of :math:`V^T` of unit length, zero where σ is null.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any, Literal, NamedTuple, overload
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from eigengrain.errors import EigenSolverError, UnknownName
+from eigengrain.functional import autotune
+from eigengrain.functional._autograd import first_order_only, graph_token
+from eigengrain.functional._product_layer import root_by_products
+from eigengrain.functional.covariance import centre, covariance, outer_product
+from eigengrain.functional.eigen import check_finite, decompose
+from eigengrain.functional.gradient_rules import GradientRule
+from eigengrain.functional.inputs import (
+    LinAlgError,
+    check_compute_dtype,
+    check_features,
+    full_precision,
+    output_dtype,
+)
+from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
+from eigengrain.functional.spectral import Cut, check_cut, matrix_sqrt
+from eigengrain.functional.subsets import EigenSubset
+
+SOLVERS = ("auto", "eigh", "gram", "svd", "products")
+
+
+class _Factors(NamedTuple):
+    """Thin factors of X_c: U (B, d, r), σ (B, r) descending and exactly 0 where null, Vᵀ (B, r, N) with null rows 0."""
+
+    u: Tensor
+    sigma: Tensor
+    vt: Tensor
+
+
+def _split_lengths(rows: Tensor, keep: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Lengths of the vectors along ``dim`` and the vectors made unit, in place; both 0 where not kept."""
+    length = torch.linalg.vector_norm(rows, dim=dim)
+    keep = keep & (length > 0)
+    if rows.is_cuda:  # a bad sample may have NaN here, which a factor of 0 does not remove; on the CPU it has raised
+        rows = torch.where(keep.unsqueeze(dim), rows, 0.0)
+    inverse = torch.where(keep, 1 / torch.where(keep, length, 1.0), 0.0)
+    return torch.where(keep, length, 0.0), rows.mul_(inverse.unsqueeze(dim))
+
+
+def _within_rank(values: Tensor, xc: Tensor) -> Tensor:
+    """Directions that can carry signal: above the rounding level of a product, and no more than N − 1 of them."""
+    d, n = xc.shape[-2:]
+    rank = torch.arange(values.shape[-1], device=values.device) < min(d, n - 1)
+    return rank & (values > max(d, 1) * torch.finfo(values.dtype).eps * values[..., :1])
+
+
+def _factor_eigh(xc: Tensor) -> _Factors:
+    """By the d × d covariance. σ_j = ‖u_jᵀX_c‖ is measured again: √λ_j has lost the digits of small eigenvalues."""
+    values, u = decompose(outer_product(xc))
+    sigma, vt = _split_lengths(u.mT @ xc, _within_rank(values, xc), -1)
+    return _Factors(u, sigma, vt)
+
+
+def _factor_gram(xc: Tensor) -> _Factors:
+    """By the N × N Gram matrix, for fewer positions than channels."""
+    values, v = decompose(outer_product(xc.mT))
+    r = min(xc.shape[-2:])
+    values, v = values[..., :r], v[..., :r]
+    sigma, u = _split_lengths(xc @ v, _within_rank(values, xc), -2)
+    return _Factors(u, sigma, torch.where(sigma.unsqueeze(-1) > 0, v.mT, 0.0))
+
+
+@torch.library.custom_op("eigengrain::svd", mutates_args=())
+def _svd_op(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    batch = xc.reshape(-1, *xc.shape[-2:])
+    check_finite(batch, "svd")
+    # cuSOLVER's default is a Jacobi method that stops early: at κ(P) = 1e6 in float32 it was seen to err by 1.3e-5
+    driver = "gesvd" if xc.is_cuda else None
+    try:
+        u, sigma, vt = torch.linalg.svd(batch, full_matrices=False, driver=driver)
+    except LinAlgError:
+        try:
+            u, sigma, vt = (t.to(xc.device, xc.dtype) for t in torch.linalg.svd(batch.cpu().double(), full_matrices=False))
+        except LinAlgError as error:
+            raise EigenSolverError(f"svd failed, in float64 on the CPU too: {error}") from error
+    lead = xc.shape[:-2]
+    return (
+        u.reshape(*lead, *u.shape[-2:]).contiguous(),
+        sigma.reshape(*lead, sigma.shape[-1]).contiguous(),
+        vt.reshape(*lead, *vt.shape[-2:]).contiguous(),
+    )
+
+
+@_svd_op.register_fake
+def _(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    *lead, d, n = xc.shape
+    r = min(d, n)
+    return xc.new_empty(*lead, d, r), xc.new_empty(*lead, r), xc.new_empty(*lead, r, n)
+
+
+@torch.library.register_vmap("eigengrain::svd")
+def _(info: Any, in_dims: tuple[int | None], xc: Tensor) -> Any:
+    assert in_dims[0] is not None
+    return _svd_op(xc.movedim(in_dims[0], 0)), (0, 0, 0)
+
+
+def _factor_svd(xc: Tensor) -> _Factors:
+    """By the features themselves: the condition number is not squared, which float32 needs."""
+    u, sigma, vt = _svd_op(xc)
+    d, n = xc.shape[-2:]
+    floor = math.sqrt(max(d, n)) * torch.finfo(xc.dtype).eps * sigma[..., :1]
+    keep = (torch.arange(sigma.shape[-1], device=xc.device) < min(d, n - 1)) & (sigma > floor)
+    return _Factors(u, torch.where(keep, sigma, 0.0), torch.where(keep.unsqueeze(-1), vt, 0.0))
+
+
+_FACTORS = {"eigh": _factor_eigh, "gram": _factor_gram, "svd": _factor_svd}
+
+
+def _ratios(sigma: Tensor, keep: Tensor, cut: str) -> Tensor:
+    r"""R − 1 keepᵀ (*, r, r), where :math:`R_{ij} = K_{ij}\sigma_j` with K the divided differences of the kept roots.
+
+    For the full spectrum this is −σ_i/(σ_i + σ_j). Taking 1 off (see :func:`_gradient`) leaves what the directions
+    outside U, of which there are many at short rank, have in common with those inside.
+    """
+    si, sj = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
+    total = si + sj
+    inside = -si / total.clamp_min(torch.finfo(sigma.dtype).tiny)  # 0/tiny = 0 between null directions
+    if keep.dtype != torch.bool:  # every eigenvalue is kept
+        return inside
+    ki, kj = keep.unsqueeze(-1), keep.unsqueeze(-2)
+    if cut == "projector":
+        return torch.where(kj, torch.where(ki, inside, -1.0), 0.0)
+    squares = (si - sj) * total  # λ_i − λ_j
+    # λ_j/(λ_j − λ_i) − 1 = λ_i/(λ_j − λ_i) for i dropped, j kept; σ_i σ_j/(λ_i − λ_j) for i kept, j dropped
+    rise = torch.where(kj, -si * si, si * sj)
+    across = torch.where(rise == 0, 0.0, rise / torch.where(rise == 0, 1.0, squares))
+    return torch.where(ki & kj, inside, torch.where(ki | kj, across, 0.0))
+
+
+class _Root(torch.autograd.Function):
+    """Q, or (1 + s) Q, of finished factors, with the bounded gradient to the features."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor, token: Tensor, u: Tensor, sigma: Tensor, vt: Tensor, keep: Tensor, cut: str, seb: bool, thin_cut: bool
+    ) -> Tensor:
+        with full_precision(u):
+            scaled = sigma * keep.to(sigma.dtype)
+            if seb:
+                scaled = scaled * (1 + qs_and_slope(sigma.square())[0]).unsqueeze(-1)
+            return (u * scaled.unsqueeze(-2)) @ u.mT
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        x, token, u, sigma, vt, keep, cut, seb, thin_cut = inputs
+        ctx.save_for_backward(token, u, sigma, vt, keep)
+        ctx.options = (cut, seb, thin_cut, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        cut, seb, thin_cut, shape, dtype, device = ctx.options
+        token, *factors, keep = ctx.saved_tensors
+        with torch.no_grad(), full_precision(factors[0]):
+            dx = _gradient(grad, _Factors(*factors), keep, cut, seb, thin_cut)
+        dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
+        return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None, None
+
+
+def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool, thin_cut: bool) -> Tensor:
+    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``.
+
+    ``thin_cut`` says that the directions outside a thin U are dropped, and held still.
+    """
+    u, sigma, vt = factors
+    gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
+    c = u.mT @ gu  # (B, r, r)
+    # U full would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
+    # with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
+    inner = c * _ratios(sigma, keep, cut)
+    scale = torch.full_like(sigma[..., :1], 2.0)
+    if keep.dtype == torch.bool:
+        gu = (u @ c if thin_cut else gu) * keep
+    if seb:
+        s, slope = qs_and_slope(sigma.square())
+        scale = scale * (1 + s).unsqueeze(-1)
+        # <G, Q> ds/dX_c, with ds/dX_c = U diag(∂s/∂σ) Vᵀ of norm at most 1
+        along = (c.diagonal(dim1=-2, dim2=-1) * sigma * keep).sum(-1, keepdim=True)
+        inner.diagonal(dim1=-2, dim2=-1).add_(along * slope / scale)
+    left = (u @ inner).add_(gu).mul_((scale / math.sqrt(vt.shape[-1])).unsqueeze(-1))
+    dx = left @ vt
+    # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
+    return dx.sub_(dx.mean(-1, keepdim=True))
+
+
+def _choose_solver(solver: str, x: Tensor, dtype: torch.dtype, products_will_do: bool) -> str:
+    if solver not in SOLVERS:
+        raise UnknownName("solver", solver, SOLVERS)
+    if dtype == torch.float32:
+        if solver not in ("auto", "svd"):
+            raise ValueError(
+                f"solver={solver!r} squares the condition number, which float32 cannot hold: use solver='svd' (or "
+                "'auto') with dtype=torch.float32, or dtype=torch.float64"
+            )
+        return "svd"
+    if solver != "auto":
+        return solver
+    return autotune.fastest(x) if products_will_do else ("gram" if math.prod(x.shape[2:]) < x.shape[1] else "eigh")
+
+
+@overload
+def sqrt_covariance(
+    x: Tensor,
+    seb: bool = ...,
+    subset: EigenSubset | str | None = ...,
+    cut: Cut = ...,
+    solver: str = ...,
+    gradient: str | GradientRule = ...,
+    *,
+    dtype: torch.dtype = ...,
+    accuracy: float = ...,
+    return_eigenvalues: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def sqrt_covariance(
+    x: Tensor,
+    seb: bool = ...,
+    subset: EigenSubset | str | None = ...,
+    cut: Cut = ...,
+    solver: str = ...,
+    gradient: str | GradientRule = ...,
+    *,
+    dtype: torch.dtype = ...,
+    accuracy: float = ...,
+    return_eigenvalues: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+
+
+def sqrt_covariance(
+    x: Tensor,
+    seb: bool = False,
+    subset: EigenSubset | str | None = None,
+    cut: Cut = "exact",
+    solver: str = "auto",
+    gradient: str | GradientRule = "exact",
+    *,
+    dtype: torch.dtype = torch.float64,
+    accuracy: float = 1e-5,
+    return_eigenvalues: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Square root of the covariance of features, with a gradient bounded at every rank and condition number.
+
+    .. math:: Q = \big(\tfrac1N (X - \bar X)(X - \bar X)^T\big)^{1/2}, \qquad
+       \Big\|\frac{\partial l}{\partial X}\Big\|_F \le \sqrt{\tfrac2N}\,\Big\|\frac{\partial l}{\partial Q}\Big\|_F
+
+    With ``seb`` the Scaling Eigen Branch is applied, :math:`A = (1 + s)Q` with :math:`s = \|QS^T\|_F` (Eqs. 23 and 24), and
+    the bound is :math:`(\sqrt2(1+s) + \|Q\|_F)/\sqrt N`. Dead channels, constant input and a single position are ordinary
+    input: null directions stay null, and where the root has no derivative the symmetric one is returned.
+
+    Args:
+        x: features, (B, C, H, W) or (B, C, N), any floating dtype, also under autocast.
+        seb: return A instead of Q.
+        subset: eigenvalues kept in Q, such as ``"top:206"``; s always uses all of them.
+        cut: how a cut spectrum is differentiated, ``exact`` or ``projector``, see :func:`spectral_function`. The bound
+            above holds for the full spectrum and for ``projector``.
+        solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
+            the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles whole; with
+            ``seb`` it is NaN for a covariance whose trace is above 2²², as in :func:`scaling_factor`).
+            ``auto`` takes the fastest that is exact for the input: by its sizes on the CPU, measured once on CUDA.
+        gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
+        dtype: working precision. float32 works through the SVD, which does not square the condition number.
+        accuracy: largest relative error of Q that will do, at condition number 1e10 and full rank. Every float64 route
+            promises 1e-9, float32 promises 1e-5; a route that does not reach what is asked for is refused.
+        return_eigenvalues: also return the eigenvalues of the covariance (B, C), descending, without gradient.
+
+    Returns:
+        (B, C, C), float64 if x is float64 and float32 otherwise; with ``return_eigenvalues`` a pair.
+
+    Raises:
+        ValueError: for a shape, dtype, subset or option that does not fit.
+        NonFiniteError: if the features contain NaN or infinity, naming the samples (not with ``products``).
+        SecondOrderError: in a second backward pass.
+
+    Example:
+        >>> x = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]], requires_grad=True)
+        >>> sqrt_covariance(x)
+        tensor([[[1.6330, 0.0000],
+                 [0.0000, 0.0000]]], grad_fn=<ToCopyBackward0>)
+    """
+    check_features(x, "sqrt_covariance")
+    check_compute_dtype(dtype, "sqrt_covariance")
+    check_cut(cut)
+    chosen, d = EigenSubset.parse(subset), x.shape[1]
+    rule = GradientRule.of(gradient)
+    needs_spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
+    solver = _choose_solver(solver, x, dtype, products_will_do=not needs_spectrum)
+    autotune.check_accuracy(accuracy, dtype, solver, x)
+    if solver == "products":
+        return _by_products(x, seb, chosen, rule, return_eigenvalues)
+    if rule.name != "exact":
+        return _by_rule(x, seb, chosen, cut, rule, return_eigenvalues)
+
+    [q], eigenvalues = _roots(x, [chosen], seb, cut, solver, dtype)
+    return (q, eigenvalues) if return_eigenvalues else q
+
+
+def _roots(
+    x: Tensor, subsets: Sequence[EigenSubset], seb: bool, cut: Cut, solver: str, dtype: torch.dtype
+) -> tuple[list[Tensor], Tensor]:
+    """Q or A of each subset from one factorisation, and the eigenvalues (B, d)."""
+    d = x.shape[1]
+    xc = centre(x.detach(), dtype)
+    with full_precision(xc):
+        u, sigma, vt = _FACTORS[solver](xc)
+    rank = sigma.shape[-1]
+    token, found = graph_token(x), []
+    for chosen in subsets:
+        mask = chosen.mask(d, xc.device)[:rank]  # what lies beyond r is null and contributes nothing
+        keep = mask.to(xc.dtype) if chosen.covers(d) else mask
+        thin_cut = cut == "projector" and not chosen.keeps(rank, d)
+        q: Tensor = _Root.apply(x, token, u, sigma, vt, keep, cut, seb, thin_cut)
+        found.append(q.to(x.device, output_dtype(x)))
+    return found, torch.nn.functional.pad(sigma.square(), (0, d - rank)).to(found[0])
+
+
+def sqrt_covariance_of_subsets(
+    x: Tensor, subsets: Sequence[EigenSubset | str], seb: bool = False, cut: Cut = "exact", solver: str = "auto"
+) -> tuple[list[Tensor], Tensor]:
+    """:func:`sqrt_covariance` of several eigenvalue subsets, which share one decomposition.
+
+    Args:
+        x: features, (B, C, H, W) or (B, C, N).
+        subsets: at least one.
+        seb: return A instead of Q.
+        cut: how a cut spectrum is differentiated.
+        solver: ``auto``, ``eigh``, ``gram`` or ``svd``.
+
+    Returns:
+        a matrix (B, C, C) for each subset, with gradient, and the eigenvalues (B, C), descending, without.
+
+    Raises:
+        ValueError: for a shape, subset or option that does not fit.
+
+    Example:
+        >>> x = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]])
+        >>> (whole, rest), eigenvalues = sqrt_covariance_of_subsets(x, ["all", "last:1"])
+        >>> whole[0, 0, 0].item() > 1, rest.abs().max().item(), eigenvalues
+        (True, 0.0, tensor([[2.6667, 0.0000]]))
+    """
+    check_features(x, "sqrt_covariance_of_subsets")
+    check_cut(cut)
+    if not subsets:
+        raise ValueError("sqrt_covariance_of_subsets expects at least one subset, such as 'all'")
+    solver = _choose_solver(solver, x, torch.float64, products_will_do=False)
+    if solver == "products":
+        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+    return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, torch.float64)
+
+
+def _by_products(
+    x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, return_eigenvalues: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    if not subset.covers(x.shape[1]):
+        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+    if rule.name != "exact":
+        raise ValueError(f"solver='products' has its own gradient: use solver='eigh' for gradient={rule.name!r}")
+    q = root_by_products(x, seb).to(x.device, output_dtype(x))
+    if not return_eigenvalues:
+        return q
+    return q, decompose(covariance(x.detach(), dtype=torch.float64)).values.clamp_min(0).to(q)
+
+
+def _by_rule(
+    x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule, return_eigenvalues: bool
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Covariance, root and factor as separate steps, as the published rules have it."""
+    p = covariance(x, dtype=torch.float64)
+    q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
+    if seb:
+        q = q * (1 + scaling_factor(p, solver="eigh"))[..., None, None]
+    q = q.to(output_dtype(x))
+    if not return_eigenvalues:
+        return q
+    return q, decompose(p).values.clamp_min(0).to(q)

@@ -1,1 +1,0 @@
-"""What every floor may need of the machine: devices, progress bars, files of records. Importing this imports nothing."""

@@ -1,0 +1,259 @@
+"""The demo, with a budget of seconds: one page, four heads, and a second start that trains nothing twice."""
+
+import base64
+import csv
+import re
+import signal
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+import torch
+from studies.config import HEADS, Demo
+from studies.spectra import look
+
+from eigengrain.cli import main as cli
+from eigengrain.data import build_transform, make_loader
+from eigengrain.models import create_model, from_pretrained, list_backbones
+from eigengrain.recipes import load_recipe
+from eigengrain.training import loop
+from eigengrain.training.sources import open_sources
+from studies import demo
+
+TINY = ["--epochs", "1", "--per_class", "5"]
+
+
+pytestmark = pytest.mark.usefixtures("surroundings")
+
+
+@pytest.fixture(scope="module")
+def trained(surroundings, tmp_path_factory):
+    """The folder of a demo that has ended."""
+    out = tmp_path_factory.mktemp("demo")
+    assert cli.main(["demo", *TINY, "--out", str(out)]) == 0
+    return out
+
+
+class Tags(HTMLParser):
+    """The tags of a page with their attributes, and the text of its table cells."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(text)
+        self.close()
+
+    def handle_starttag(self, tag, attrs):
+        self.found.append((tag, dict(attrs)))
+
+
+def test_the_page_is_one_file_that_loads_and_runs_nothing(trained):
+    text = (trained / "report.html").read_text(encoding="utf-8")
+    tags = Tags(text).found
+    assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags}
+    sources = [attributes["src"] for tag, attributes in tags if tag == "img"]
+    assert len(sources) == 2 + demo.EXAMPLES
+    for source in sources:
+        kind, data = source.split(",", 1)
+        assert kind == "data:image/png;base64"
+        assert base64.b64decode(data, validate=True).startswith(b"\x89PNG")
+    assert "http" not in text
+    assert "url(" not in text
+    assert "This is one seed" in text
+    assert "--seeds &#x27;[0,1,2]&#x27;" in text
+
+
+def test_the_table_has_a_row_for_each_head_in_the_order_of_training(trained):
+    with (trained / "demo.csv").open(newline="", encoding="utf-8") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["head"] for row in rows] == list(HEADS)
+    text = (trained / "report.html").read_text(encoding="utf-8")
+    table = text[text.index("<table>") : text.index("</table>")]
+    assert re.findall(r'<tr><th scope="row">([^<]+)</th>', table) == list(HEADS)
+    for row in rows:
+        with (trained / row["head"] / "summary.csv").open(newline="", encoding="utf-8") as file:
+            [epoch] = csv.DictReader(file)
+        assert float(row["test_top1"]) == float(epoch["test_top1"])
+        assert float(row["images_per_second"]) == pytest.approx(float(epoch["images_per_second"]), abs=0.06)
+        assert float(row["train_seconds"]) == pytest.approx(50 / float(epoch["images_per_second"]), abs=0.06)
+        assert (row["s"] != "") == row["head"].endswith("+seb")
+        assert row["torch"] == torch.__version__
+
+
+def test_what_the_page_says_of_a_model_is_what_the_model_does(trained):
+    config = load_recipe(demo.RECIPE, {"data.options": {"per_class": 5}, "out": str(trained / "mpncov+seb")})
+    sources = open_sources(config.data, 0)
+    seen = demo.open_finished(config, sources).seen
+    model = from_pretrained(trained / "mpncov+seb" / "model")
+    transform = build_transform(config.data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
+    images = torch.stack([transform(sources.test.image(index)) for index in range(4)])
+    with torch.inference_mode():
+        features = model.forward_features(images).flatten(2).double()
+        scores = model(images)
+    for index, x in enumerate(features):
+        centred = x - x.mean(1, keepdim=True)
+        values = torch.linalg.eigvalsh(centred @ centred.T / x.shape[1]).flip(0)
+        torch.testing.assert_close(seen.eigenvalues[index], values, rtol=1e-4, atol=1e-6 * float(values[0]))
+        s = (values * (-2 * values).exp()).sum().sqrt()
+        torch.testing.assert_close(seen.factor[index].double(), s, rtol=1e-4, atol=1e-12)
+    assert torch.equal(seen.predictions[:4], scores.argmax(1))
+    right = (seen.predictions == torch.tensor(sources.test.labels)).double().mean()
+    [row] = csv.DictReader((trained / "mpncov+seb" / "summary.csv").open(newline="", encoding="utf-8"))
+    assert 100 * float(right) == pytest.approx(float(row["test_top1"]))
+
+
+def test_the_next_commands_work(trained, capsys, tmp_path):
+    evaluate, train = demo.next_commands(Demo(out=str(trained)))
+    assert cli.main([*evaluate.split()[1:], "--out", str(tmp_path / "scores.csv")]) == 0
+    said = capsys.readouterr().out
+    assert all(subset in said for subset in ("all", "top:32", "last:32"))
+
+    # images of one's own, of other sizes and proportions
+    birds = open_sources(load_recipe(demo.RECIPE, {"data.options": {"per_class": 3}}).data, 0)
+    for split, dataset in (("train", birds.train), ("test", birds.test)):
+        for index, label in enumerate(dataset.labels):
+            file = tmp_path / "mine" / split / f"class {label}" / f"{index}.png"
+            file.parent.mkdir(parents=True, exist_ok=True)
+            dataset.image(index).resize((120 + index, 100)).save(file)
+    words = train.replace("FOLDER", str(tmp_path / "mine")).replace("runs/mine", str(tmp_path / "run")).split()[1:]
+    assert cli.main([*words, "--epochs", "1"]) == 0
+    assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
+
+
+def test_a_second_start_trains_nothing_twice(trained, capsys, monkeypatch):
+    started = []
+    monkeypatch.setattr(demo, "train", lambda config, sources: started.append(config.model.head))
+    before = (trained / "demo.csv").read_text(encoding="utf-8")
+    assert cli.main(["demo", *TINY, "--out", str(trained)]) == 0
+    assert started == []
+    said, progress = capsys.readouterr()
+    assert progress.count("trained before") == len(HEADS)
+    assert (trained / "demo.csv").read_text(encoding="utf-8") == before
+    report, evaluate, train = said.strip().splitlines()[-3:]
+    assert report == f"report: {trained / 'report.html'}"
+    first, second = demo.next_commands(Demo(out=str(trained)))
+    assert [evaluate, train] == [f"  next: {first}", f"    or: {second}"]
+
+
+def test_an_interrupted_demo_goes_on_where_it_was(trained, tmp_path, capsys, monkeypatch):
+    """Ctrl-C in the second head; the end is the same to the bit as that of an uninterrupted demo."""
+    heads = ["--heads", "[gap,mpncov]", *TINY, "--out", str(tmp_path)]
+
+    def interrupted(config, sources):
+        def stop(epoch, batch, loss):
+            if config.model.head == "mpncov" and batch == 0:
+                signal.raise_signal(signal.SIGINT)
+
+        return loop.train(config, sources, stop)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo, "train", interrupted)
+        assert cli.main(["demo", *heads]) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert (tmp_path / "gap" / "results.json").is_file()
+    assert not (tmp_path / "report.html").exists()
+
+    assert cli.main(["demo", *heads]) == 0
+    assert "gap, seed 0   (1 of 2)   trained before" in capsys.readouterr().err
+    for head in ("gap", "mpncov"):
+        ours, theirs = (from_pretrained(folder / head / "model").state_dict() for folder in (tmp_path, trained))
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_other_options_in_the_same_folder_are_refused_unless_it_is_fresh(trained, tmp_path, capsys):
+    out = ["--heads", "[gap]", "--per_class", "3", "--out", str(tmp_path)]
+    assert cli.main(["demo", *out, "--epochs", "1"]) == 0
+    capsys.readouterr()
+    assert cli.main(["demo", *out, "--epochs", "2"]) == 2
+    said = capsys.readouterr().err
+    assert "other options (epochs)" in said
+    assert "--fresh" in said
+    assert said.count("\n") == 1
+    kept = tmp_path / "notes.txt"
+    kept.write_text("mine")
+    assert cli.main(["demo", *out, "--epochs", "2", "--fresh"]) == 0
+    assert len((tmp_path / "gap" / "summary.csv").read_text().splitlines()) == 3
+    assert kept.read_text() == "mine"
+
+
+def test_seeds_have_folders_of_their_own_and_the_table_their_range():
+    runs = demo.plan(Demo(heads=["gap"], seeds=[0, 2], out="x"))
+    assert [(Path(run.out).name, run.seed) for run in runs] == [("gap", 0), ("gap-seed2", 2)]
+    row = {"head": "gap", "epochs": 4, "train_seconds": 10.0, "images_per_second": 600.0, "log10_condition": 3.0}
+    rows = [row | {"seed": seed, "test_top1": top1, "energy_last": 1e-3, "s": ""} for seed, top1 in ((0, 60.0), (2, 65.0))]
+    table = demo.comparison(rows)
+    assert table.caption == "4 epochs, mean of 2 seeds (lowest to highest)"
+    assert [cell.text for cell in table.rows[0]] == ["gap", "62.5 (60.0 to 65.0)", "10", "600", "3.00", "1.0e-03", "–"]
+    assert demo.comparison(rows[:1]).caption == "4 epochs, one seed (0)"
+
+
+def test_the_demo_runs_without_matplotlib(trained, capsys, monkeypatch):
+    monkeypatch.setattr(demo, "find_spec", lambda name: None)
+    page = trained / "report.html"
+    before = page.read_text(encoding="utf-8")
+    try:
+        assert cli.main(["demo", *TINY, "--out", str(trained)]) == 0
+        assert page.read_text(encoding="utf-8").count("<img") == demo.EXAMPLES
+    finally:
+        page.write_text(before, encoding="utf-8")
+    assert "pip install 'eigengrain[explain]'" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"heads": []}, "--heads must be a list of one or more"),
+        ({"heads": ["gap", "gap"]}, "each once"),
+        ({"seeds": [0, 0]}, "--seeds must be a list"),
+        ({"seeds": [-1]}, "--seeds must be at least 0"),
+        ({"epochs": 0}, "--epochs must be at least 1"),
+        ({"per_class": 0}, "--per_class must be at least 1"),
+    ],
+)
+def test_options_that_cannot_be_are_refused(options, said):
+    with pytest.raises(ValueError, match=said):
+        Demo(**options)
+
+
+def test_an_unknown_head_is_refused_before_anything_is_trained(tmp_path, capsys):
+    assert cli.main(["demo", "--heads", "[gap,mpncv]", "--out", str(tmp_path)]) == 2
+    assert "did you mean 'mpncov'" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the network and the page ---------------------------------------------------------------------------------------
+
+
+def test_the_small_backbone_has_a_name_like_any_other(tmp_path):
+    assert list_backbones("plumage*") == ["plumage_net"]
+    model = create_model("plumage_net", head="gap", num_classes=3).eval()
+    x = torch.rand(2, 3, 96, 96)
+    features = model.forward_features(x)
+    assert features.shape == (2, 64, 12, 12)
+    assert features.shape[2] * features.shape[3] >= 2 * features.shape[1]
+    assert create_model("plumage_net", head="gap", last_stride=1).forward_features(x).shape == (2, 64, 24, 24)
+    assert sum(p.numel() for p in model.backbone.parameters()) < 100_000
+    model.backbone.stem.conv.weight.data.mul_(1.5)
+    from eigengrain.models import save_pretrained
+
+    save_pretrained(model, tmp_path)
+    torch.testing.assert_close(from_pretrained(tmp_path)(x), model(x), rtol=0, atol=0)
+    with pytest.raises(ValueError, match="No pretrained weights exist for plumage_net"):
+        create_model("plumage_net", pretrained=True)
+
+
+def test_its_residual_branches_are_heard_from_the_start():
+    model = create_model("plumage_net", head="gap", num_classes=3)
+    gains = [p for name, p in model.backbone.named_parameters() if name.endswith("bn.weight")]
+    assert gains
+    assert all(bool((gain == 1).all()) for gain in gains)
+
+
+def test_looking_leaves_the_mode_of_the_model():
+    model = create_model("plumage_net", head="mpncov", num_classes=3).train()
+    birds = open_sources(load_recipe(demo.RECIPE, {"data.options": {"per_class": 1}}).data, 0).test
+    birds.transform = build_transform(load_recipe(demo.RECIPE).data.transforms, False, (0.5,) * 3, (0.5,) * 3)
+    seen = look(model, make_loader(birds, 4, train=False))
+    assert model.training
+    assert seen.eigenvalues.shape == (10, 64)
+    assert bool((seen.eigenvalues.diff(dim=1) <= 0).all())

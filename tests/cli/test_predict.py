@@ -1,0 +1,470 @@
+"""eigengrain predict: preprocessing, names and numbers against a calculation by hand, and every mistake a user can make."""
+
+import csv
+import json
+import multiprocessing
+import os
+import pickle
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import eigengrain._torchvision  # noqa: F401  (before timm)
+from eigengrain.cli import predict as module
+from eigengrain.cli.main import main
+from eigengrain.cli.predict import Predict, find_images, open_model, run
+from eigengrain.data import decode
+from eigengrain.models import create_model, save_pretrained
+
+CLASSES = ["sparrow", "wren", "Zaunkönig", "=SUM(A1)"]
+SIZE = 40
+BACKBONE = "test_resnet"  # a ResNet of half a million parameters
+
+
+def trained_like(num_classes=4):
+    """A small model with statistics and a classifier that answer differently to different images."""
+    torch.manual_seed(0)
+    model = create_model(BACKBONE, head="mpncov", num_classes=num_classes, reduce=6, last_stride=1)
+    model.train()
+    with torch.no_grad():
+        for _ in range(3):
+            model(torch.randn(8, 3, 64, 64))
+        model.classifier.weight.mul_(30)
+    model.pretrained_cfg |= {
+        "input_size": (3, SIZE, SIZE),
+        "crop_pct": 0.8,
+        "interpolation": "bilinear",
+        "mean": (0.1, 0.2, 0.3),
+        "std": (0.5, 0.6, 0.7),
+    }
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model():
+    return trained_like()
+
+
+@pytest.fixture(scope="module")
+def checkpoint(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("checkpoint")
+    save_pretrained(model, folder, class_names=CLASSES)
+    return str(folder)
+
+
+def photo(path, seed=0, size=(60, 50), mode="RGB", **options):
+    """A blocky random picture, smooth enough for every format."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    blocks = np.random.default_rng(seed).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    image = Image.fromarray(blocks).resize(size, Image.Resampling.NEAREST).convert(mode)
+    image.save(path, **options)
+    return image
+
+
+@pytest.fixture
+def photos(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for seed, name in enumerate(("a.png", "b.png", "deep/er/c.png")):
+        photo(tmp_path / "photos" / name, seed)
+    return tmp_path / "photos"
+
+
+def rows(path="predictions.csv"):
+    with open(path, encoding="utf-8-sig", newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def by_hand(model, image):
+    """Probabilities of one RGB image, prepared step by step: resize, crop the centre, scale, normalise."""
+    short = int(SIZE / 0.8)
+    width, height = image.size
+    scale = short / min(width, height)
+    image = image.resize((int(width * scale), int(height * scale)), Image.Resampling.BILINEAR)
+    left, top = round((image.width - SIZE) / 2), round((image.height - SIZE) / 2)
+    pixels = np.asarray(image.crop((left, top, left + SIZE, top + SIZE)), dtype=np.float64) / 255
+    pixels = (pixels - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
+    x = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
+    with torch.no_grad():
+        return model(x)[0].double().softmax(0).tolist()
+
+
+def test_classes_and_probabilities_are_those_of_a_calculation_by_hand(model, checkpoint, photos):
+    assert run(Predict(["photos"], checkpoint, topk=3)) == 0
+    table = rows()
+    assert [row["path"] for row in table] == ["photos/a.png", "photos/b.png", "photos/deep/er/c.png"]
+    answers = set()
+    for row in table:
+        expected = by_hand(model, Image.open(row["path"]).convert("RGB"))
+        order = sorted(range(4), key=lambda i: -expected[i])
+        for rank in (1, 2, 3):
+            assert row[f"class_{rank}"].removeprefix("'") == CLASSES[order[rank - 1]]
+            assert float(row[f"probability_{rank}"]) == pytest.approx(expected[order[rank - 1]], abs=2e-5)
+        assert row["problem"] == ""
+        answers.add(row["probability_1"])
+    assert list(table[0]) == [
+        *("path", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3", "problem")
+    ]
+    assert len(answers) == 3  # the images are told apart
+
+
+def test_more_classes_asked_than_there_are_and_worker_processes(checkpoint, photos, capsys):
+    assert run(Predict(["photos"], checkpoint, topk=9, batch_size=1, workers=2, out="deep/other.csv")) == 0
+    parallel = rows("deep/other.csv")
+    assert "class_4" in parallel[0]
+    assert "class_5" not in parallel[0]
+    assert sum(float(parallel[0][f"probability_{k}"]) for k in (1, 2, 3, 4)) == pytest.approx(1, abs=1e-5)
+    out = capsys.readouterr().out
+    assert "3 images classified; written to deep/other.csv" in out
+    assert "deep/er/c.png" in out
+    run(Predict(["photos"], checkpoint, topk=9, workers=0))
+    for one, other in zip(rows(), parallel, strict=True):
+        assert one["path"] == other["path"]
+        assert float(one["probability_1"]) == pytest.approx(float(other["probability_1"]), abs=2e-5)
+
+
+def test_a_spreadsheet_runs_no_formula_from_a_name(checkpoint, photos):
+    photo(photos.parent / "=1+1.png")
+    run(Predict(["=1+1.png"], checkpoint, topk=4))
+    (row,) = rows()
+    assert os.path.samefile(row["path"], "=1+1.png")
+    cells = list(row.values())
+    assert "'=SUM(A1)" in cells
+    assert not any(cell.startswith(("=", "+", "-", "@")) for cell in cells)
+    assert Path("predictions.csv").read_bytes()[:3] == b"\xef\xbb\xbf"  # an umlaut: spreadsheets need the mark
+
+
+def test_the_table_shows_the_first_images_and_names_with_brackets(checkpoint, photos, capsys, monkeypatch):
+    monkeypatch.setattr(module, "SHOWN", 2)
+    photo(photos / "[bold]a.png")
+    run(Predict(["photos"], checkpoint))
+    out = capsys.readouterr().out
+    assert "[bold]a.png" in out
+    assert "b.png" not in out
+    assert "4 images classified, the first 2 are shown" in out
+
+
+def test_img_size_is_the_size_that_the_model_sees(checkpoint, photos, monkeypatch):
+    seen = []
+    stacked = module._stacked
+    monkeypatch.setattr(module, "_stacked", lambda s: seen.append(tuple(s[0].shape)) or stacked(s))
+    run(Predict(["photos/a.png"], checkpoint, img_size=64))
+    run(Predict(["photos/a.png"], checkpoint))
+    assert seen == [(3, 64, 64), (3, SIZE, SIZE)]
+
+
+# finding images
+
+
+def test_files_folders_and_patterns_each_image_once(photos):
+    (photos / "notes.txt").write_text("no image")
+    photo(photos / ".hidden.png")
+    photo(photos / "shouted.PNG")
+    found, problems = find_images(["photos/b.png", "photos", "photos/**/*.png", "photos/b.png"])
+    assert found == ["photos/b.png", "photos/a.png", "photos/shouted.PNG", "photos/deep/er/c.png"]
+    assert problems == []
+    assert find_images(["photos/*.txt"])[0] == ["photos/notes.txt"]  # what is named is tried
+
+
+def test_a_file_whose_name_is_a_pattern_and_a_folder_that_is_linked_into_itself(photos):
+    photo(photos / "[a].png")
+    assert find_images(["photos/[a].png"])[0] == ["photos/[a].png"]
+    (photos / "[a].png").unlink()
+    (photos / "deep" / "round").symlink_to(photos)
+    assert len(find_images(["photos"])[0]) == 3
+
+
+@pytest.mark.parametrize(
+    ("place", "reason"),
+    [
+        ("photos/aa.png", "there is no such file or folder: did you mean 'photos/a.png' or"),
+        ("photoss", "did you mean 'photos'?"),
+        ("empty", "no images in this folder"),
+        ("photos/*.jpg", "no file matches this pattern"),
+    ],
+)
+def test_places_without_images(photos, checkpoint, place, reason):
+    (photos.parent / "empty").mkdir()
+    with pytest.raises(ValueError) as error:
+        run(Predict([place], checkpoint))
+    assert str(error.value).startswith(f"{place}: ")
+    assert reason in str(error.value)
+    assert not os.path.exists("predictions.csv")
+
+
+# images that cannot be read
+
+
+def huge_png(path, width, height):
+    """A PNG of a few bytes that says it has many pixels."""
+
+    def chunk(kind, data):
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0))
+    data = chunk(b"IDAT", zlib.compress(b"\0" * 100)) + chunk(b"IEND", b"")
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + header + data)
+
+
+class Explosive:
+    """Unpickling this would leave a file behind."""
+
+    def __reduce__(self):
+        return open, ("unpickled", "w")
+
+
+@pytest.fixture
+def damaged(photos):
+    """Files that are named like images, and what is said about each."""
+    whole = (photos / "a.png").read_bytes()
+    (photos / "cut.png").write_bytes(whole[: len(whole) // 2])
+    (photos / "text.png").write_text("this is no image")
+    (photos / "empty.jpg").write_bytes(b"")
+    (photos / "pickle.jpg").write_bytes(pickle.dumps(Explosive()))
+    (photos / "drawing.jpg").write_bytes(b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n")
+    (photos / "gone.png").symlink_to("nowhere.png")
+    huge_png(photos / "huge.png", 50_000, 50_000)
+    huge_png(photos / "narrow.png", 20_000, 1)
+    Image.fromarray(np.zeros((8, 8), dtype=np.float32)).save(photos / "float.tif")
+    return {
+        "cut.png": "damaged",
+        "text.png": "not an image",
+        "empty.jpg": "the file is empty",
+        "pickle.jpg": "not an image",
+        "drawing.jpg": "not an image",
+        "gone.png": "there is no such file",
+        "huge.png": "2500000000 pixels",
+        "narrow.png": "20000 × 1 pixels",
+        "float.tif": "no fixed range",
+    }
+
+
+def test_unreadable_images_are_listed_at_the_end_and_stop_nothing(checkpoint, photos, damaged, capsys):
+    assert run(Predict(["photos", "nowhere"], checkpoint, batch_size=2, workers=0)) == 1
+    out, err = capsys.readouterr()
+    assert "3 images classified" in out
+    lines = err.splitlines()
+    assert lines[0] == f"{len(damaged) + 1} could not be read:"
+    assert len(lines) == len(damaged) + 2
+    assert any(line.startswith("  nowhere: there is no such file") for line in lines)
+    table = {os.path.basename(row["path"]): row for row in rows()}
+    for name, reason in damaged.items():
+        assert sum(line.startswith(f"  photos/{name}: ") and reason in line for line in lines) == 1, name
+        assert reason in table[name]["problem"]
+        assert table[name]["class_1"] == ""
+    assert not os.path.exists("unpickled")
+
+
+def test_a_problem_is_one_line_whatever_the_file_is_called(checkpoint, photos, capsys):
+    (photos / "two\nlines\x1b[31m.png").write_text("no image")
+    assert run(Predict(["photos"], checkpoint)) == 1
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 2
+    assert "two\\nlines\\x1b[31m.png" in err
+
+
+def test_paths_of_the_document_are_those_of_the_files(checkpoint, photos, capfd):
+    """A script that reads it opens them; whatever letters they have, the document is one."""
+    names = ["two\nlines.png", "3.04\u202fPM.png", os.fsdecode(b"latin \xe9.png")]
+    for name in names:
+        shutil.copy(photos / "a.png", photos / name)
+    assert main(["predict", "photos", "--checkpoint", checkpoint, "--json"]) == 0
+    found = {row["path"] for row in json.loads(capfd.readouterr().out)["predictions"]}
+    assert {f"photos/{name}" for name in names} <= found
+    assert all(os.path.exists(path) for path in found)
+
+
+def test_no_image_at_all_is_a_failure_that_leaves_the_last_result_alone(checkpoint, photos, damaged, capsys):
+    (photos.parent / "predictions.csv").write_text("earlier")
+    assert run(Predict(["photos/text.png", "photos/huge.png"], checkpoint)) == 1
+    out, err = capsys.readouterr()
+    assert out.strip() == ""
+    assert err.startswith("2 could not be read:")
+    assert (photos.parent / "predictions.csv").read_text() == "earlier"
+
+
+def test_what_was_done_before_an_interruption_is_kept(checkpoint, photos, monkeypatch):
+    read, calls = decode.open_image, []
+
+    def interrupted(path):
+        calls.append(path)
+        if len(calls) == 3:
+            raise KeyboardInterrupt
+        return read(path)
+
+    monkeypatch.setattr(decode, "open_image", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run(Predict(["photos"], checkpoint, batch_size=1, workers=0))
+    assert [row["path"] for row in rows()] == ["photos/a.png", "photos/b.png"]
+
+
+@pytest.mark.skipif(not hasattr(signal, "sigwaitinfo"), reason="the system does not say who sends a signal")
+def test_workers_outlive_a_signal_that_reaches_all_processes(checkpoint, photos):
+    """The command itself decides what becomes of its work: a worker that dies first would end it with a traceback."""
+    places, _ = find_images(["photos"])
+    config = Predict(places * 4, checkpoint, batch_size=1, workers=2)
+    before = set(multiprocessing.active_children())
+    batches = module.classify(open_model(config), places * 4, config, torch.device("cpu"))
+    workers = set(multiprocessing.active_children()) - before  # which have only just started
+    subprocess.run(["kill", "-TERM", *(str(worker.pid) for worker in workers)], check=True)
+    assert [prediction.path for batch in batches for prediction in batch] == places * 4
+
+
+# opening checkpoints
+
+
+def test_a_weights_file_with_names_of_its_model(checkpoint, photos):
+    options = {"backbone": BACKBONE, "head": "mpncov", "num_classes": 4, "reduce": 6, "last_stride": 1}
+    (photos / "names.txt").write_text("\n".join(CLASSES) + "\n", encoding="utf-8")
+    file = os.path.join(checkpoint, "model.safetensors")
+    model = open_model(Predict(["x"], file, class_names=str(photos / "names.txt"), **options))
+    assert model.class_names == CLASSES
+    assert not model.training
+    assert open_model(Predict(["x"], file, **options)).class_names == ["0", "1", "2", "3"]
+    # without names of a model, the folder that the file is in says them
+    assert open_model(Predict(["x"], file)).class_names == CLASSES
+    x = torch.randn(2, 3, 64, 64)
+    with torch.no_grad():
+        assert torch.equal(model(x), open_model(Predict(["x"], checkpoint))(x))
+
+
+def test_images_of_another_size_for_a_network_that_is_built_for_one(tmp_path):
+    vit = {"head": "gap", "num_classes": 2, "backbone": "test_vit"}
+    torch.save(create_model(**vit).state_dict(), tmp_path / "vit.pt")
+    assert open_model(Predict(["x"], str(tmp_path / "vit.pt"), img_size=64, **vit)).config["img_size"] == (64, 64)
+
+
+WEIGHTS = {"backbone": BACKBONE, "head": "mpncov", "reduce": 6}
+
+
+@pytest.mark.parametrize(
+    ("place", "options", "reason"),
+    [
+        ("nowhere", {}, "there is no checkpoint 'nowhere'"),
+        ("runss", {}, "did you mean 'runs'?"),
+        ("runs", {}, "not a folder of save_pretrained: it has no config.json: did you mean 'runs/best'?"),
+        ("runs/best", {"backbone": BACKBONE, "reduce": 6}, "--backbone, --reduce is for a weights file"),
+        ("runs/best", {"num_classes": 7}, "the model has 4 classes, --num_classes says 7"),
+        ("runs/best", {"class_names": "names.txt"}, "the model has 4 classes, 'names.txt' has 3 names"),
+        ("runs/best", {"class_names": "missing.txt"}, "cannot read the class names of 'missing.txt'"),
+        ("stranger", {}, "not a folder of save_pretrained"),
+        ("weights.safetensors", {}, "give --backbone, --head, --num_classes too"),
+        ("weights.safetensors", {**WEIGHTS, "num_classes": 7}, r"classifier.weight (4, 21) instead of (7, 21)"),
+        ("weights.safetensors", {**WEIGHTS, "num_classes": 4, "head": "gap"}, "(4, 21) instead of (4, 6)"),
+        (
+            "weights.safetensors",
+            {**WEIGHTS, "backbone": "resnet19", "num_classes": 4},
+            "unknown backbone 'resnet19': did you mean",
+        ),
+        ("weights.safetensors", {"backbone": BACKBONE, "head": "mpnco", "num_classes": 4}, "unknown head 'mpnco'"),
+        ("trunk.pt", {**WEIGHTS, "num_classes": 4}, "does not fill the model"),
+        ("text.safetensors", {**WEIGHTS, "num_classes": 4}, "is not a safetensors file"),
+        ("code.pt", {**WEIGHTS, "num_classes": 4}, "run code, which is refused"),
+        ("notes.txt", {**WEIGHTS, "num_classes": 4}, "weights are read from .safetensors or"),
+    ],
+)
+def test_checkpoints_that_are_none(model, checkpoint, tmp_path, monkeypatch, place, options, reason):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "best").symlink_to(checkpoint)
+    (tmp_path / "stranger").mkdir()
+    (tmp_path / "stranger" / "config.json").write_text(json.dumps({"model_type": "bert"}))
+    (tmp_path / "names.txt").write_text("one\ntwo\nthree\n")
+    (tmp_path / "weights.safetensors").symlink_to(os.path.join(checkpoint, "model.safetensors"))
+    (tmp_path / "text.safetensors").write_text("this is text")
+    (tmp_path / "notes.txt").write_text("this is text")
+    torch.save(model.backbone.state_dict(), tmp_path / "trunk.pt")
+    torch.save({"state": Explosive()}, tmp_path / "code.pt")
+    with pytest.raises(ValueError) as error:
+        open_model(Predict(["x"], place, **options))
+    assert reason in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not os.path.exists("unpickled")
+
+
+def test_models_that_cannot_name_anything(tmp_path):
+    save_pretrained(create_model(BACKBONE, head="gap", num_classes=0), tmp_path / "vector")
+    with pytest.raises(ValueError, match="no classifier"):
+        open_model(Predict(["x"], str(tmp_path / "vector")))
+    save_pretrained(create_model(BACKBONE, head="gap", num_classes=2, in_chans=1), tmp_path / "grey")
+    with pytest.raises(ValueError, match="images with 1 channels"):
+        open_model(Predict(["x"], str(tmp_path / "grey")))
+    save_pretrained(create_model("test_vit", head="gap", num_classes=2), tmp_path / "vit")
+    with pytest.raises(ValueError, match="built for images of 160 × 160"):
+        open_model(Predict(["x"], str(tmp_path / "vit"), img_size=64))
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "reason"),
+    [
+        (None, {"label_names": ["only one"]}, "class_names must be as many as the classes, 4, got 1"),
+        (None, {"label_names": 4}, "class names must be a list"),
+        (None, {"model": {}}, "does not describe a model"),
+        ("model", {"backbone": 7}, "does not describe a model"),
+        ("model", {"num_classes": 5}, "instead of"),
+        ("pretrained_cfg", {"input_size": 224}, "preprocessing cannot be followed"),
+        ("pretrained_cfg", {"mean": "grey"}, "preprocessing cannot be followed"),
+        ("pretrained_cfg", {"std": [1, 1]}, "input_size, mean and std must have 3 numbers"),
+    ],
+)
+def test_a_config_that_was_edited(checkpoint, tmp_path, section, values, reason):
+    config = json.loads(Path(checkpoint, "config.json").read_text())
+    (config if section is None else config[section]).update(values)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(os.path.join(checkpoint, "model.safetensors"))
+    with pytest.raises(ValueError) as error:
+        open_model(Predict(["x"], str(tmp_path)))
+    assert reason in str(error.value)
+
+
+def test_images_that_are_too_small_for_the_network(photos, tmp_path):
+    save_pretrained(create_model("tv:squeezenet1_1", head="gap", num_classes=2), tmp_path / "squeezenet")
+    with pytest.raises(ValueError, match="the model does not run on images of --img_size 2: "):
+        run(Predict(["photos"], str(tmp_path / "squeezenet"), img_size=2))
+
+
+def test_a_model_that_diverged(model, photos, tmp_path):
+    broken = trained_like()
+    torch.nn.init.constant_(broken.classifier.bias, float("nan"))
+    save_pretrained(broken, tmp_path / "broken", class_names=CLASSES)
+    with pytest.raises(ValueError, match="scores are not finite"):
+        run(Predict(["photos"], str(tmp_path / "broken")))
+    assert not os.path.exists("predictions.csv")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"topk": 0}, "--topk must be at least 1, got 0"),
+        ({"batch_size": 0}, "--batch_size must be at least 1"),
+        ({"workers": -1}, "--workers must be at least 0"),
+        ({"img_size": 0}, "--img_size must be at least 1"),
+        ({"images": []}, "name the images"),
+        ({"checkpoint": ""}, "name the model with --checkpoint"),
+    ],
+)
+def test_options_that_make_no_sense(options, reason):
+    with pytest.raises(ValueError, match=reason):
+        Predict(**{"images": ["x"], "checkpoint": "y", **options})
+
+
+def test_places_that_cannot_be_written_and_devices_that_are_not_here(checkpoint, photos):
+    with pytest.raises(ValueError, match="cannot write the file photos"):
+        run(Predict(["photos"], checkpoint, out="photos"))
+    with pytest.raises(ValueError, match="unknown device 'gpu'"):
+        run(Predict(["photos"], checkpoint, device="gpu"))
+
+
+def test_nothing_heavy_is_imported_before_the_command_runs():
+    heavy = ("torch", "timm", "torchvision", "rich", "PIL", "numpy")
+    code = f"import sys, eigengrain.cli.predict; print(*[m for m in {heavy!r} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
