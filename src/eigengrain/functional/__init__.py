@@ -1,25 +1,18 @@
 """Covariances, spectral functions and their gradients: tensors in, tensors out, torch only.
 
-Eigenvalues are in descending order everywhere, as in the paper.
+Eigenvalues are in descending order everywhere, as in the paper. Results are float64 for float64 input, else float32.
 """
 
-from eigengrain.functional._cuda.monitor import debug, solver_repairs
-from eigengrain.functional._product_layer import isqrt_covariance
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
-from eigengrain.functional.eigen import BACKENDS, Eigh, eigh
+from eigengrain.functional.eigen import BACKENDS, Eigh, debug, eigh, rounding_floor, solver_repairs
 from eigengrain.functional.gradient_rules import GRADIENTS, GradientRule
-from eigengrain.functional.newton_schulz import mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
+from eigengrain.functional.newton_schulz import isqrt_covariance, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
 from eigengrain.functional.scalar_functions import ScalarFunction
 from eigengrain.functional.scaling_eigen_branch import scaling_factor
-from eigengrain.functional.spectral import (
-    exp_inverse,
-    matrix_log,
-    matrix_power,
-    matrix_sqrt,
-    spectral_function,
-)
-from eigengrain.functional.sqrt_covariance import SOLVERS, sqrt_covariance, sqrt_covariance_of_subsets
+from eigengrain.functional.spectral import exp_inverse, matrix_log, matrix_power, matrix_sqrt, spectral_function
+from eigengrain.functional.sqrt_covariance import choose_solver, sqrt_covariance, sqrt_covariance_of_subsets
 from eigengrain.functional.subsets import EigenSubset
+from eigengrain.names import SOLVERS
 
 __all__ = [
     "BACKENDS",
@@ -29,6 +22,7 @@ __all__ = [
     "Eigh",
     "GradientRule",
     "ScalarFunction",
+    "choose_solver",
     "covariance",
     "debug",
     "eigh",
@@ -42,6 +36,7 @@ __all__ = [
     "mtp_sqrt",
     "newton_schulz",
     "quintic_sqrt",
+    "rounding_floor",
     "scaling_factor",
     "solver_repairs",
     "spectral_function",

@@ -1,4 +1,4 @@
-"""Gradients that are exact to the first order, and refuse to be differentiated again rather than be wrong."""
+"""Gradients that are exact to the first order and raise when they are differentiated again."""
 
 from typing import Any
 
@@ -10,34 +10,60 @@ from eigengrain.errors import SecondOrderError
 
 
 class _FirstOrderOnly(torch.autograd.Function):
-    """A gradient that depends in the graph on what it was computed from, with a derivative that raises.
+    """A gradient that depends on its inputs in the graph, with a derivative that raises.
 
-    ``once_differentiable`` would not do: under ``torch.func`` it returns zeros in silence.
+    ``once_differentiable`` does not suffice: under ``torch.func`` it returns zeros without an error.
     """
 
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(value: Tensor, upstream: Tensor, at: Tensor, who: str) -> Tensor:
+    def forward(value: Tensor, upstream: Tensor, at: Tensor, function: str) -> Tensor:
         return value.view_as(value)
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.who = inputs[3]  # type: ignore[attr-defined]
+        ctx.function = inputs[3]  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise SecondOrderError(
-            f"{ctx.who} has no second derivative with respect to its input: newton_schulz is differentiable to any order"
-        )
+        message = f"{ctx.function} has no second derivative; newton_schulz has derivatives of any order"
+        raise SecondOrderError(message, ctx.function)
 
 
-def first_order_only(value: Tensor, who: str, upstream: Tensor, at: Tensor) -> Tensor:
-    """``value``, a gradient computed from the ``upstream`` one and the point ``at`` without recording how."""
-    out: Tensor = _FirstOrderOnly.apply(value, upstream, at, who)
+def first_order_only(value: Tensor, function: str, upstream: Tensor, at: Tensor) -> Tensor:
+    """``value``, a gradient computed without recording from the ``upstream`` gradient and the point ``at``."""
+    out: Tensor = _FirstOrderOnly.apply(value, upstream, at, function)
     return out
 
 
 def graph_token(x: Tensor) -> Tensor:
     """An empty sum over x: a scalar that depends on x in the graph and keeps none of it in memory."""
     return x.narrow(-1, 0, 0).sum()
+
+
+class _WithGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(at: Tensor, value: Tensor, slope: Tensor, function: str) -> Tensor:
+        return value.clone()
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        at, _, slope, function = inputs
+        ctx.save_for_backward(at, slope)
+        ctx.function = function  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        at, slope = ctx.saved_tensors
+        with torch.no_grad():
+            value = grad.reshape(grad.shape + (1,) * (slope.ndim - grad.ndim)) * slope
+        return first_order_only(value, ctx.function, grad, at), None, None, None
+
+
+def with_gradient(at: Tensor, value: Tensor, slope: Tensor, function: str) -> Tensor:
+    """A scalar ``value`` (*) as a function of ``at`` (*, …) whose derivative is ``slope`` (*, …)."""
+    out: Tensor = _WithGradient.apply(at, value.detach(), slope.detach(), function)
+    return out

@@ -1,14 +1,18 @@
-"""Symmetric eigendecomposition with one convention (descending), a choice of solver, and a ladder for those that fail.
+"""Symmetric eigendecomposition: descending order everywhere, several backends, and repairs for matrices that fail.
 
-The whole ladder lives inside one opaque operator, ``eigengrain::eigh``, so that compiled models and ``torch.func.vmap``
-meet a single node whose shape is known, whatever had to be repaired inside it.
+All of it is inside one opaque operator, ``eigengrain::eigh``, so that compiled models and ``torch.func.vmap`` see a single
+node with a fixed output shape.
 """
 
 import os
-from collections.abc import Callable
+import threading
+import warnings
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import lru_cache
-from threading import Barrier
 from typing import Any, NamedTuple
 
 import torch
@@ -18,46 +22,63 @@ from torch.autograd.function import FunctionCtx
 from eigengrain.errors import EigenSolverError, NonFiniteError, UnknownName
 from eigengrain.functional._autograd import first_order_only
 from eigengrain.functional._cuda import cusolver
-from eigengrain.functional._cuda.monitor import MONITOR, debugging
-from eigengrain.functional.inputs import LinAlgError, check_square, output_dtype, say_once, to_compute
+from eigengrain.functional._cuda.graphs import capturing
+from eigengrain.functional.inputs import LinAlgError, check_square, output_dtype, to_compute, warn_once
+from eigengrain.functional.matrix_products import symmetric
 
 Solver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (batch, d, d) -> ascending eigenvalues, eigenvectors in columns
 
 
 class Eigh(NamedTuple):
-    """Descending eigenvalues (*, d) and the eigenvectors (*, d, d) in the columns."""
+    """Descending eigenvalues (*, d), and eigenvectors (*, d, d) in columns."""
 
     values: Tensor
     vectors: Tensor
 
 
-# --- solvers -----------------------------------------------------------------------------------------------------
+def rounding_floor(eigenvalues: Tensor, channels: int | None = None) -> Tensor:
+    r"""Threshold at or below which descending eigenvalues are zero up to rounding, :math:`d\,\varepsilon\,\lambda_1`.
+
+    This is the only definition of a null eigenvalue in the package. The eigenvalues are (*, r), in the dtype of the
+    decomposition, the result is (*, 1), and ``channels`` is d, r by default.
+
+    Example:
+        >>> rounding_floor(torch.tensor([1.0, 1e-17], dtype=torch.float64))
+        tensor([4.4409e-16], dtype=torch.float64)
+    """
+    d = eigenvalues.shape[-1] if channels is None else channels
+    return d * torch.finfo(eigenvalues.dtype).eps * eigenvalues[..., :1]
 
 
-def _alone() -> None:
-    torch.get_num_threads()  # the first question in a thread takes over what the process has, and would do so afterwards
+def zero_rounding(eigenvalues: Tensor) -> Tensor:
+    """Descending eigenvalues (*, d) with those at or below :func:`rounding_floor` set to 0."""
+    return torch.where(eigenvalues > rounding_floor(eigenvalues), eigenvalues, 0.0)
+
+
+def _single_threaded() -> None:
+    torch.get_num_threads()  # the first call in a thread applies the process-wide setting, so it must come before
     torch.set_num_threads(1)
 
 
 @lru_cache(maxsize=1)
 def _workers(threads: int, process: int) -> ThreadPoolExecutor:
-    """Threads for a batch, of this process: a child that was forked has the pool of its parent without its threads."""
-    # each worker runs LAPACK on one thread: a batch of small problems gains more from being split than each of them
-    pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=_alone)
-    all_there = Barrier(threads)
-    list(pool.map(lambda _: all_there.wait(), range(threads)))
-    torch.set_num_threads(threads)  # as it was for the caller; threads that are yet to come begin with what was set last
+    """Thread pool of this process; a forked child inherits the parent's pool without its threads."""
+    # each worker runs LAPACK on one thread: splitting a batch of small problems is faster than splitting each of them
+    pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=_single_threaded)
+    barrier = threading.Barrier(threads)
+    list(pool.map(lambda _: barrier.wait(), range(threads)))
+    torch.set_num_threads(threads)  # restore the caller's setting; new threads start with the value that was set last
     return pool
 
 
 def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
-    """``torch.linalg.eigh``, which loops over a batch; on the CPU the batch is shared among the threads."""
+    """``torch.linalg.eigh``, which loops over a batch; on the CPU the batch is distributed over threads."""
     threads = min(torch.get_num_threads(), p.shape[0])
     if p.device.type != "cpu" or threads < 2 or p.shape[-1] < 32:
         values, vectors = torch.linalg.eigh(p)
         return values, vectors
     chunks = list(_workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
-    return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # rows are contiguous in LAPACK's
+    return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # LAPACK's rows are contiguous
 
 
 def _solve_cpu(p: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,16 +90,92 @@ SOLVERS: dict[str, Solver] = {"torch": _solve_torch, "cusolver-batched": cusolve
 BACKENDS = ("auto", *SOLVERS)
 
 
-def _choose(backend: str, p: Tensor) -> str:
+def choose_backend(backend: str, p: Tensor) -> str:
+    """The backend that decomposes a batch (batch, d, d)."""
     if backend == "auto":
         return "cusolver-batched" if p.is_cuda and p.shape[0] > 1 and cusolver.available() else "torch"
     if backend == "cusolver-batched" and not (p.is_cuda and cusolver.available()):
-        say_once(f"backend 'cusolver-batched' is not available here ({cusolver.why_not(p.device)}): 'torch' is used")
+        warn_once(f"backend 'cusolver-batched' is not available here ({cusolver.why_not(p.device)}): using 'torch'")
         return "torch"
     return backend
 
 
-# --- the ladder --------------------------------------------------------------------------------------------------
+REPAIRS = ("jitter", "cpu-float64", "zeroed")
+
+_debug: ContextVar[bool] = ContextVar("eigengrain_debug", default=False)
+
+
+@contextmanager
+def debug() -> Iterator[None]:
+    """Check every decomposition immediately, on CUDA too: the first bad sample raises an error that names it.
+
+    Without it, samples on CUDA that contain NaN or do not converge are set to zero with zero gradient, counted in
+    :func:`solver_repairs` and reported by a warning one step later, because an immediate check would stall the device.
+    """
+    token = _debug.set(True)
+    try:
+        yield
+    finally:
+        _debug.reset(token)
+
+
+class RepairCounter:
+    """Counts repaired matrices without synchronising the device.
+
+    On CUDA the count of a batch is copied to pinned memory after the work, and read once it has arrived: at the next call,
+    or when :meth:`read` is called.
+    """
+
+    def __init__(self) -> None:
+        self._counts: Counter[str] = Counter()
+        self._pending: deque[tuple[torch.cuda.Event, Tensor]] = deque()
+        self._lock = threading.Lock()
+
+    def add(self, repair: str) -> None:
+        with self._lock:
+            self._counts[repair] += 1
+
+    def add_later(self, zeroed: Tensor) -> None:
+        """Add a count on the device of samples that were set to zero, and collect the earlier ones."""
+        self.collect()
+        count = torch.empty((), dtype=torch.int64, device="cpu", pin_memory=True)
+        count.copy_(zeroed, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record(torch.cuda.current_stream(zeroed.device))
+        with self._lock:
+            self._pending.append((event, count))
+
+    def collect(self, wait: bool = False) -> None:
+        arrived = 0
+        with self._lock:
+            while self._pending and (wait or self._pending[0][0].query()):
+                event, count = self._pending.popleft()
+                if wait:
+                    event.synchronize()
+                arrived += int(count)
+            self._counts["zeroed"] += arrived
+        if arrived:
+            warnings.warn(
+                f"{arrived} samples were set to zero, with zero gradient, because their covariance contained NaN or did "
+                "not converge; run inside eigengrain.functional.debug() to see which",
+                stacklevel=2,
+            )
+
+    def read(self, reset: bool) -> dict[str, int]:
+        self.collect(wait=True)
+        with self._lock:
+            counts = {repair: self._counts[repair] for repair in REPAIRS}
+            if reset:
+                self._counts.clear()
+        return counts
+
+
+_REPAIRED = RepairCounter()
+
+
+def solver_repairs(*, reset: bool = False) -> dict[str, int]:
+    """Number of matrices repaired so far, ``{"jitter": n, "cpu-float64": m, "zeroed": k}``; ``reset`` sets it to zero."""
+    return _REPAIRED.read(reset)
 
 
 def _jittered(p: Tensor) -> Tensor:
@@ -87,69 +184,68 @@ def _jittered(p: Tensor) -> Tensor:
     return p + torch.diag_embed(jitter[:, None].expand(p.shape[:-1]))
 
 
-def _repair(p: Tensor, solver: Solver) -> tuple[Tensor, Tensor]:
-    """Solve item by item; an item that fails climbs the ladder alone, and the others keep their plain solution."""
-    values, vectors = p.new_empty(p.shape[:-1]), torch.empty_like(p)
-    for i in range(p.shape[0]):
-        item = p[i : i + 1]
-        rungs: list[tuple[str | None, Callable[[], tuple[Tensor, Tensor]]]] = [
-            (None, lambda item=item: solver(item)),  # type: ignore[misc]
-            ("jitter", lambda item=item: solver(_jittered(item))),  # type: ignore[misc]
-            ("cpu-float64", lambda item=item: torch.linalg.eigh(item.cpu().double())),  # type: ignore[misc]
-        ]
-        for rung, attempt in rungs:
-            try:
-                w, v = attempt()
-            except LinAlgError:
-                continue
-            values[i], vectors[i] = w[0], v[0]
-            if rung:
-                MONITOR.count(rung)
-            break
-        else:
-            raise EigenSolverError(f"eigh failed on matrix {i} of {p.shape[0]}, with jitter and in float64 on the CPU too")
-    return values, vectors
+def _solve_item(p: Tensor, number: int, solver: Solver) -> tuple[Tensor, Tensor]:
+    """Solve one matrix of a batch, (1, d, d) and (1, d), with the first attempt that does not fail."""
+    item = p[number : number + 1]
+    attempts: dict[str, Callable[[], tuple[Tensor, Tensor]]] = {
+        "": lambda: solver(item),
+        "jitter": lambda: solver(_jittered(item)),
+        "cpu-float64": lambda: torch.linalg.eigh(item.cpu().double()),
+    }
+    for repair, attempt in attempts.items():
+        try:
+            values, vectors = attempt()
+        except LinAlgError:
+            continue
+        if repair:
+            _REPAIRED.add(repair)
+        return values.to(item), vectors.to(item)
+    raise EigenSolverError(f"eigh failed on matrix {number} of {len(p)}, also with jitter and in float64 on the CPU")
 
 
 def _solve_or_repair(batch: Tensor, solver: Solver) -> tuple[Tensor, Tensor]:
+    """Solve a batch; if that fails, solve it item by item and repair only the items that fail."""
     check_finite(batch, "eigh")
     try:
         return solver(batch)
     except LinAlgError:
-        return _repair(batch, solver)
+        values, vectors = zip(*(_solve_item(batch, number, solver) for number in range(len(batch))), strict=True)
+        return torch.cat(values), torch.cat(vectors)
 
 
 def _solve_and_zero(batch: Tensor) -> tuple[Tensor, Tensor]:
-    """On CUDA nothing is asked of the host: samples that are not finite or do not converge become zero, and are counted."""
+    """Solve on CUDA without synchronising: samples that are not finite or do not converge become zero and are counted."""
     finite = batch.isfinite().all(-1).all(-1)
     values, vectors, info = cusolver.syev_batched_unchecked(torch.where(finite[:, None, None], batch, 0.0))
     good = finite & (info == 0)
-    MONITOR.watch((~good).sum())
+    if not capturing(batch.device):  # a captured copy would be read before it is replayed
+        _REPAIRED.add_later((~good).sum())
     return torch.where(good[:, None], values, 0.0), torch.where(good[:, None, None], vectors, 0.0)
 
 
-def check_finite(p: Tensor, who: str) -> None:
-    """Name the samples of a batch (batch, …) that contain NaN or infinity."""
-    finite = p.flatten(1).sum(1).isfinite()  # a sum is finite only if all of it is, and makes no mask of the batch
+def check_finite(p: Tensor, function: str) -> None:
+    """Raise NonFiniteError with the samples of a batch (batch, …) that contain NaN or infinity."""
+    finite = p.flatten(1).sum(1).isfinite()  # finite only if every entry is, and needs no mask as large as the batch
     if not bool(finite.all()):
         bad = (~finite).nonzero().flatten().tolist()
         shown = ", ".join(map(str, bad[:8])) + (", …" if len(bad) > 8 else "")
         raise NonFiniteError(
-            f"{who}: NaN or infinity in {len(bad)} of {p.shape[0]} samples (index {shown}): "
-            "look for a diverged loss, a learning rate that is too high, or overflow in half precision"
+            f"{function}: NaN or infinity in {len(bad)} of {p.shape[0]} samples (index {shown}): "
+            "look for a diverged loss, a learning rate that is too high, or overflow in half precision",
+            bad,
         )
 
 
 @torch.library.custom_op("eigengrain::eigh", mutates_args=())
 def _eigh_op(p: Tensor, backend: str) -> tuple[Tensor, Tensor]:
-    """Descending eigenvalues, and the eigenvectors in ROWS: as solvers leave them, so that nothing is transposed."""
+    """Descending eigenvalues, and the eigenvectors in ROWS, as the solvers return them, so that nothing is transposed."""
     batch = p.reshape(-1, *p.shape[-2:])
-    name = _choose(backend, batch)
-    if name == "cusolver-batched" and not debugging():
+    name = choose_backend(backend, batch)
+    if name == "cusolver-batched" and not _debug.get():
         values, vectors = _solve_and_zero(batch)
     else:
         values, vectors = _solve_or_repair(batch, SOLVERS[name])
-    # every solver here returns ascending order; this is the one place where it is turned round
+    # every solver returns ascending order; it is reversed here and nowhere else
     return values.flip(-1).reshape(p.shape[:-1]), vectors.mT.flip(-2).reshape(p.shape)
 
 
@@ -165,14 +261,11 @@ def _(info: Any, in_dims: tuple[int | None, None], p: Tensor, backend: str) -> A
 
 
 def decompose(p: Tensor, backend: str = "auto") -> Eigh:
-    """The decomposition as constants: no gradient is recorded. ``p`` is symmetric (*, d, d), in the working precision."""
+    """Decompose symmetric ``p`` (*, d, d) in its own dtype, without recording a gradient."""
     if backend not in BACKENDS:
         raise UnknownName("backend", backend, BACKENDS)
     values, rows = _eigh_op(p.detach(), backend)
     return Eigh(values, rows.mT)
-
-
-# --- the public function -----------------------------------------------------------------------------------------
 
 
 class _Eigh(torch.autograd.Function):
@@ -194,8 +287,8 @@ class _Eigh(torch.autograd.Function):
     def backward(ctx: Any, grad_values: Tensor | None, grad_vectors: Tensor | None) -> Any:
         if grad_vectors is not None:
             raise RuntimeError(
-                "eigenvectors are not differentiated apart from their eigenvalues (the derivative is infinite at equal "
-                "ones): use spectral_function for functions of the matrix, or torch.linalg.eigh for the eigenvectors"
+                "eigh does not differentiate eigenvectors, whose derivative is infinite at equal eigenvalues: use "
+                "spectral_function for functions of the matrix, or torch.linalg.eigh for the eigenvectors"
             )
         if grad_values is None:
             return None, None, None
@@ -209,30 +302,28 @@ def eigh(P: Tensor, backend: str = "auto") -> Eigh:
     r"""Eigenvalues in descending order and eigenvectors of symmetric matrices, :math:`P = U \Lambda U^T` (Eq. 3).
 
     The eigenvalues are differentiable, :math:`\partial l/\partial P = U\,\mathrm{diag}(\partial l/\partial\lambda)\,U^T`
-    (at equal eigenvalues only for losses that do not tell them apart). The eigenvectors are not: a gradient that reaches
+    (at equal eigenvalues only for losses that are symmetric in them). The eigenvectors are not: a gradient that reaches
     them raises, because :func:`spectral_function` has the exact one for every function of the matrix.
 
     Args:
         P: (*, d, d). Only its symmetric part is used. It is decomposed in float64 whatever its dtype.
-        backend: ``auto``, ``torch``, ``cusolver-batched`` (CUDA; falls back to ``torch`` where cuSOLVER lacks it) or
-            ``cpu``.
+        backend: ``auto``, ``torch``, ``cusolver-batched`` (CUDA; ``torch`` is used if cuSOLVER lacks it) or ``cpu``.
 
     Returns:
         ``(values, vectors)``: (*, d) and (*, d, d), float64 if P is float64 and float32 otherwise.
 
     Raises:
-        ValueError: if P is not square or the backend unknown.
-        NonFiniteError: if P holds NaN or infinity; the samples are named.
-        EigenSolverError: if a matrix failed on every rung: plainly, with a relative jitter, in float64 on the CPU. What
-            was repaired is counted in :func:`solver_repairs`. With ``cusolver-batched`` both are reported one step late
-            instead, see :func:`debug`.
+        ValueError: if P is not square or the backend is unknown.
+        NonFiniteError: if P contains NaN or infinity; ``samples`` are the bad ones.
+        EigenSolverError: if a matrix failed in every attempt: as it is, with a relative jitter, in float64 on the CPU.
+            Repaired matrices are counted in :func:`solver_repairs`. With ``cusolver-batched`` both are reported one step
+            later instead, see :func:`debug`.
 
     Example:
         >>> eigh(torch.diag(torch.tensor([1.0, 3.0, 2.0]))).values
         tensor([3., 2., 1.])
     """
-    check_square(P, "eigh")
-    p = to_compute(P)
-    p = (p + p.mT) / 2
+    check_square(P)
+    p = symmetric(to_compute(P))
     values, vectors = _Eigh.apply(p, *decompose(p, backend))
     return Eigh(values.to(P.device, output_dtype(P)), vectors.to(P.device, output_dtype(P)))

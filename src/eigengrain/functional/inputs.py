@@ -1,7 +1,7 @@
-"""What every function of this package checks about its input, and the precision it then works in.
+"""Checks of the input, and the precision that the functions of this package compute in.
 
-The spectral part works in float64 unless asked otherwise: the square root of a covariance with condition number 1e12
-has no correct digit in float32. What comes out is float64 if float64 went in, and float32 otherwise.
+The spectral part computes in float64 by default: the square root of a covariance with condition number 1e12 has no
+correct digit in float32. The output is float64 if the input is float64, and float32 otherwise.
 """
 
 import warnings
@@ -12,43 +12,47 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from eigengrain.errors import ArgumentError
+
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # missing from torch's own __all__
 
 COMPUTE_DTYPES = (torch.float64, torch.float32)
 
 
-def check_floating(x: Tensor, who: str) -> None:
+def check_floating(x: Tensor, argument: str = "x") -> None:
     if not isinstance(x, Tensor):
-        raise ValueError(f"{who} expects a torch.Tensor, got {type(x).__name__}: convert with torch.as_tensor(...)")
+        raise ArgumentError(argument, f"must be a torch.Tensor, not {type(x).__name__}", remedy="use torch.as_tensor(...)")
     if not x.is_floating_point():
-        raise ValueError(f"{who} expects real floating-point values, got {x.dtype}: convert with .float()")
+        raise ArgumentError(argument, "must have a real floating-point dtype", x.dtype, "convert it with .float()")
 
 
-def check_features(x: Tensor, who: str) -> None:
-    """Features are (B, C, H, W) or (B, C, N)."""
-    check_floating(x, who)
+def check_features(x: Tensor, argument: str = "x") -> None:
+    """Check features, (B, C, H, W) or (B, C, N)."""
+    check_floating(x, argument)
     if x.ndim not in (3, 4):
-        raise ValueError(
-            f"{who} expects features of shape (B, C, H, W) or (B, C, N), got {tuple(x.shape)}: "
-            "add the batch dimension with x.unsqueeze(0) or flatten what follows the channels with x.flatten(2)"
-        )
+        remedy = "add a batch dimension with x.unsqueeze(0), or flatten the dimensions after the channels with x.flatten(2)"
+        raise ArgumentError(argument, "must have shape (B, C, H, W) or (B, C, N)", tuple(x.shape), remedy)
     if 0 in x.shape[1:]:
-        raise ValueError(f"{who} expects at least one channel and one position, got shape {tuple(x.shape)}")
+        raise ArgumentError(argument, "must have at least one channel and one position", tuple(x.shape))
 
 
-def check_square(matrix: Tensor, who: str) -> None:
-    """Symmetric matrices are (*, d, d)."""
-    check_floating(matrix, who)
+def check_square(matrix: Tensor, argument: str = "P") -> None:
+    """Check square matrices, (*, d, d)."""
+    check_floating(matrix, argument)
     if matrix.ndim < 2 or matrix.shape[-1] != matrix.shape[-2] or matrix.shape[-1] == 0:
-        raise ValueError(
-            f"{who} expects square matrices of shape (*, d, d), got {tuple(matrix.shape)}: "
-            "features go through covariance(x) first"
-        )
+        remedy = "compute covariance(x) of features first"
+        raise ArgumentError(argument, "must have shape (*, d, d)", tuple(matrix.shape), remedy)
 
 
-def check_compute_dtype(dtype: torch.dtype, who: str) -> None:
+def check_compute_dtype(dtype: torch.dtype) -> None:
     if dtype not in COMPUTE_DTYPES:
-        raise ValueError(f"{who} computes in torch.float64 or torch.float32, got dtype={dtype}")
+        raise ArgumentError("dtype", "must be torch.float64 or torch.float32", dtype)
+
+
+def check_integer(value: object, argument: str) -> None:
+    """Check an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ArgumentError(argument, "must be an integer of at least 1", value)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:
@@ -56,26 +60,26 @@ def output_dtype(x: Tensor) -> torch.dtype:
 
 
 def in_transform(x: Tensor) -> bool:
-    """Whether vmap or another transform of torch.func is at work on it."""
+    """Whether x is inside vmap or another transform of torch.func."""
     return bool(torch._C._functorch.maybe_get_level(x) != -1)  # type: ignore[attr-defined]
 
 
 @cache
-def say_once(message: str) -> None:
+def warn_once(message: str) -> None:
     warnings.warn(message, stacklevel=3)
 
 
 def to_compute(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
-    """Cast to the working precision, differentiably, and leave devices that do not have it."""
+    """Cast to the working precision, differentiably; float64 on MPS, which does not have it, moves to the CPU."""
     if x.device.type == "mps" and dtype == torch.float64:
-        say_once("MPS has no float64: the spectral part runs on the CPU. Ask for dtype=torch.float32 to stay on MPS.")
+        warn_once("MPS has no float64: the spectral part runs on the CPU. Use dtype=torch.float32 to stay on MPS.")
         x = x.cpu()
     return x.to(dtype)
 
 
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
-    """Keep autocast and TF32 out of float32 matrix products; both leave float64 alone, so there it does nothing."""
+    """Disable autocast and TF32 for float32 matrix products; neither affects float64."""
     if x.dtype == torch.float64:
         yield
         return

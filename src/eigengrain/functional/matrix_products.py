@@ -1,29 +1,29 @@
-r"""Square root, Lyapunov equation, exponential and logarithm by matrix products alone, in float64.
+r"""Square root, Lyapunov equation, exponential, logarithm and inverse by matrix products alone, in float64.
 
 With :math:`h(t) = c_0 + c_1 t + c_2 t^2`, the coupled iteration :math:`Y \leftarrow Y\,h(ZY),\ Z \leftarrow h(ZY)\,Z` takes
 (A, I) to :math:`(A^{1/2}, A^{-1/2})` because :math:`x\,h(x^2)` drives every x in (0, 1] to 1. The same polynomial applied
 to the block matrix :math:`\begin{pmatrix} B & C \\ 0 & -B \end{pmatrix}` takes it to its sign, whose corner solves the
-Lyapunov equation. Everything here works on (batch, d, d), has a fixed number of steps, and records no gradient of its own
-except where autograd goes through it (Newton–Schulz).
+Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps and records no gradient.
 """
 
+import functools
 import math
-from typing import NamedTuple
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from eigengrain.functional import _squaring
 from eigengrain.functional.inputs import in_transform
 
 Coefficients = tuple[tuple[float, float, float], ...]
 
+#: (3 − x²)/2, the cubic step of Newton and Schulz
 NEWTON_SCHULZ = (1.5, -0.5, 0.0)
-
 _LIMIT = (1.875, -1.25, 0.375)  # (15 − 10 x² + 3 x⁴)/8: the third order at 1
 
-#: Each row minimises max |1 − x h(x²)| over the interval that the row before leaves, starting from x in [1e-6, 1], so that
-#: eigenvalues down to 1e-12 of the trace converge. tests/functional/test_products.py derives them again.
+#: Each row minimises max |1 − x h(x²)| over the interval that the previous row leaves, starting from x in [1e-6, 1], so
+#: that eigenvalues down to 1e-12 of the trace converge. tests/core/functional/test_matrix_products.py derives them again.
 QUINTIC: Coefficients = (
     (8.5142580824550638, -25.281575954766767, 18.76730935805362),
     (4.2570751967274421, -3.1601662884723843, 0.58647676586889606),
@@ -53,14 +53,14 @@ QUINTIC_AFTER_NEWTON: Coefficients = (
     _LIMIT,
 )
 
-#: what the iteration makes of 1/√0: null directions come out of it as if σ were one over this
+#: result of the iteration for 1/√0: null directions come out as if σ were one over this
 _NULL_INVERSE = math.prod(c0 for c0, _, _ in QUINTIC)
 #: scaling of the Newton step that brings [1/_NULL_INVERSE, 1] to the shortest range
 _NEWTON_SCALE = math.sqrt(_NULL_INVERSE)
-#: room above the largest value after that step, since beyond 1 the polynomials diverge: eigenvalues that rounding has made
-#: negative come out of the iteration larger than those of 0, by up to 8 % in features with few active positions
-_NEWTON_ROOM = 2.0
-_NEWTON_LARGEST = _NEWTON_ROOM * (_NEWTON_SCALE + 1 / _NEWTON_SCALE) / 2
+#: margin above the largest value after that step, since the polynomials diverge beyond 1: eigenvalues that are negative by
+#: rounding come out larger than those of 0, by up to 8 % for features with few active positions
+_NEWTON_MARGIN = 2.0
+_NEWTON_LARGEST = _NEWTON_MARGIN * (_NEWTON_SCALE + 1 / _NEWTON_SCALE) / 2
 
 
 def symmetric(matrix: Tensor) -> Tensor:
@@ -73,12 +73,12 @@ def trace(p: Tensor) -> Tensor:
 
 
 def nonzero(size: Tensor) -> Tensor:
-    """A divisor that leaves zero matrices zero."""
+    """The size, or 1 where it is 0: a divisor that leaves zero matrices zero."""
     return torch.where(size > 0, size, 1.0)
 
 
 def norm(p: Tensor) -> Tensor:
-    """Frobenius norm (*, 1, 1), also where the squares of the entries would leave the range of numbers."""
+    """Frobenius norm (*, 1, 1), also where the squares of the entries would overflow or underflow."""
     largest = nonzero(p.abs().amax((-2, -1), keepdim=True))
     return torch.linalg.matrix_norm(p / largest, keepdim=True) * largest
 
@@ -87,62 +87,12 @@ def plus_identity(matrix: Tensor, multiple: float) -> Tensor:
     return matrix + multiple * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
-def _polynomial_of(m: Tensor, coefficients: tuple[float, float, float], times: float = 1.0) -> Tensor:
+def quadratic(m: Tensor, coefficients: tuple[float, float, float], times: float = 1.0) -> Tensor:
     """``times`` (c_0 I + c_1 M + c_2 M²) in one product."""
     c0, c1, c2 = (times * c for c in coefficients)
     out = torch.baddbmm(m, m, m, beta=c1, alpha=c2) if c2 else c1 * m
     out.diagonal(dim1=-2, dim2=-1).add_(c0)
     return out
-
-
-def newton_schulz(a: Tensor, steps: int) -> Tensor:
-    """A^½ by k coupled cubic steps, differentiable by autograd to any order; the last step needs no Z."""
-    three_halves = 1.5 * torch.eye(a.shape[-1], dtype=a.dtype, device=a.device).expand_as(a)
-    h = three_halves - 0.5 * a
-    y, z = torch.bmm(a, h), h
-    for step in range(2, steps + 1):
-        h = torch.baddbmm(three_halves, z, y, alpha=-0.5)
-        y = torch.bmm(y, h)
-        if step < steps:
-            z = torch.bmm(h, z)
-    return y
-
-
-def newton_schulz_iterates(a: Tensor, steps: int) -> list[tuple[Tensor, Tensor]]:
-    """(Y, Z) before each step after the first, and Y after the last, for :func:`newton_schulz_adjoint`."""
-    h = _polynomial_of(a, NEWTON_SCHULZ)
-    y, z = torch.bmm(a, h), h
-    iterates = []
-    for step in range(2, steps + 1):
-        iterates.append((y, z))
-        h = _newton_schulz_factor(y, z)
-        y, z = torch.bmm(y, h), torch.bmm(h, z) if step < steps else z
-    return [*iterates, (y, z)]
-
-
-def _newton_schulz_factor(y: Tensor, z: Tensor) -> Tensor:
-    """½ (3 I − ZY)."""
-    h = torch.bmm(z, y).mul_(-0.5)
-    h.diagonal(dim1=-2, dim2=-1).add_(1.5)
-    return h
-
-
-def newton_schulz_adjoint(a: Tensor, iterates: list[tuple[Tensor, Tensor]], g: Tensor) -> Tensor:
-    """∂l/∂A from symmetric ∂l/∂Y, step by step backwards; the factors are made again from their iterates."""
-    gy, gz = g, None
-    for y, z in reversed(iterates[:-1]):
-        h = _newton_schulz_factor(y, z)
-        # Y′ = Y H and Z′ = H Z with H = ½(3I − ZY); all of them are symmetric
-        gh = torch.bmm(y, gy) if gz is None else torch.baddbmm(torch.bmm(y, gy), gz, z)
-        half = gh.mul(-0.5)
-        gy, gz = (
-            torch.baddbmm(torch.bmm(gy, h), z, half),
-            torch.bmm(half, y) if gz is None else torch.baddbmm(torch.bmm(h, gz), half, y),
-        )
-    # the first step: Y = A H and Z = H with H = ½(3I − A)
-    h = _polynomial_of(a, NEWTON_SCHULZ)
-    gh = torch.bmm(a, gy) if gz is None else torch.baddbmm(gz, a, gy)
-    return symmetric(torch.bmm(gy, h).sub_(gh, alpha=0.5))
 
 
 class Roots(NamedTuple):
@@ -157,7 +107,7 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients) -> tuple[Tensor, Te
     """(A^½, A^−½) for a spectrum in [0, 1]; the first step has Z = I."""
     y, z = a, None
     for row in coefficients:
-        h = _polynomial_of(a if z is None else torch.bmm(z, y), row)
+        h = quadratic(a if z is None else torch.bmm(z, y), row)
         y, z = torch.bmm(y, h), h if z is None else torch.bmm(h, z)
     assert z is not None
     return y, z
@@ -175,9 +125,9 @@ def sign_of_block(b: Tensor, c: Tensor, coefficients: Coefficients) -> tuple[Ten
     for c0, c1, c2 in coefficients:
         s, bc = torch.bmm(b, b), torch.bmm(b, c)
         commutator = bc - bc.mT  # BC − CB, antisymmetric
-        # rounding breaks the symmetry of B and C a little more in each step, and then grows: restore it. The half of each
-        # mean is taken in the small factor, where it costs nothing.
-        h, e = _polynomial_of(s, (c0, c1, c2), times=0.5), (0.5 * c1) * commutator
+        # rounding breaks the symmetry of B and C a little more in each step: restore it. The factor ½ of each mean is
+        # applied to the small factors, where it costs nothing.
+        h, e = quadratic(s, (c0, c1, c2), times=0.5), (0.5 * c1) * commutator
         if c2:
             sd = torch.bmm(s, commutator)
             e = torch.add(e, sd - sd.mT, alpha=0.5 * c2)
@@ -186,14 +136,14 @@ def sign_of_block(b: Tensor, c: Tensor, coefficients: Coefficients) -> tuple[Ten
     return b, c
 
 
-def lyapunov(of: Roots, g: Tensor) -> Tensor:
+def lyapunov(root: Roots, g: Tensor) -> Tensor:
     r"""X of :math:`P^{1/2} X + X P^{1/2} = G` for symmetric G (B, d, d), at any rank.
 
-    The inverse root is at hand, so the sign iteration can begin with a Newton step :math:`\tfrac12(\mu B + (\mu B)^{-1})`,
-    which takes four of thirteen polynomial steps away. Null directions count as σ = 1.2e-7 of the root of the trace:
-    between two of them X is large, and vanishes again when it is multiplied back to features.
+    The inverse root is available, so the sign iteration can start with a Newton step
+    :math:`\tfrac12(\mu B + (\mu B)^{-1})`, which saves four of thirteen polynomial steps. Null directions count as
+    σ = 1.2e-7 of the root of the trace: between two of them X is large, and vanishes when it is multiplied with features.
     """
-    y, z, scale = of
+    y, z, scale = root
     down = 1 / (2 * _NEWTON_LARGEST)
     b = down * _NEWTON_SCALE * y + down / _NEWTON_SCALE * z
     c = torch.baddbmm(g, torch.bmm(z, g), z, beta=down * _NEWTON_SCALE, alpha=down / _NEWTON_SCALE)
@@ -208,13 +158,86 @@ def polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
     return out
 
 
-#: squarings of the exponential, and the largest trace that they serve: 4e6, channels with a deviation of 128 at d = 256
+#: side of a tile of the result, and length of a step along the sum
+_TILE, _DEPTH = 64, 32
+
+
+@functools.cache
+def _square_kernel() -> Any:
+    """The Triton kernel; raises ImportError without Triton."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit(do_not_specialize=["turn"])
+    def square(source, target, times, turn, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
+        item = tl.program_id(1)
+        across = tl.cdiv(n, TILE)
+        row, column = tl.program_id(0) // across, tl.program_id(0) % across
+        # the lower triangle is written together with the upper one
+        if (turn < tl.load(times + item)) & (row <= column):
+            first = item.to(tl.int64) * n * n
+            i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+            inside = (i < n)[:, None] & (j < n)[None, :]
+            total = tl.zeros((TILE, TILE), dtype=tl.float64)
+            for k0 in range(0, n, DEPTH):
+                k = k0 + tl.arange(0, DEPTH)
+                left = tl.load(source + first + i[:, None] * n + k[None, :], (i < n)[:, None] & (k < n)[None, :], 0.0)
+                right = tl.load(source + first + k[:, None] * n + j[None, :], (k < n)[:, None] & (j < n)[None, :], 0.0)
+                total = tl.dot(left, right, total, input_precision="ieee", out_dtype=tl.float64)
+            total += 2 * tl.load(source + first + i[:, None] * n + j[None, :], inside, 0.0)
+            tl.store(target + first + i[:, None] * n + j[None, :], total, inside)
+            if row < column:
+                tl.store(target + first + j[:, None] * n + i[None, :], tl.trans(total), tl.trans(inside))
+
+    return square
+
+
+@functools.cache
+def _kernel_available(device: torch.device) -> bool:
+    """Whether the kernel runs on a device; it is tried once, with a warning if Triton is installed and fails."""
+    try:
+        square_repeatedly(
+            torch.zeros(1, 16, 16, dtype=torch.float64, device=device), torch.ones(1, dtype=torch.int32, device=device), 1
+        )
+    except ImportError:
+        return False
+    except Exception as error:  # the compiler raises exceptions of many types
+        warnings.warn(f"Triton cannot compile for {device}: using slower products ({error})", stacklevel=2)
+        return False
+    return True
+
+
+def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
+    """E ← 2E + E² on CUDA, repeated ``times`` for each matrix.
+
+    The number of repetitions depends on the norm of a matrix, which is on the device. A loop on the host would have to
+    wait for it, or square as often as the largest norm could need. Here all launches are made, and a matrix that is done
+    returns from them immediately.
+
+    Args:
+        e: symmetric (B, d, d), float64, contiguous.
+        times: (B,), int32, from 0 to ``most``.
+        most: number of launches.
+    """
+    n = e.shape[-1]
+    across = -(-n // _TILE)
+    source, target = e, torch.empty_like(e)
+    with torch.cuda.device(e.device):  # Triton launches on the current device
+        for turn in range(most):
+            _square_kernel()[(across * across, len(e))](source, target, times, turn, n=n, TILE=_TILE, DEPTH=_DEPTH)
+            source, target = target, source
+    # matrices that were done after an odd number of turns are in the other buffer
+    even, odd = (source, target) if most % 2 == 0 else (target, source)
+    return torch.where((times % 2 == 0)[:, None, None], even, odd)
+
+
+#: squarings of the exponential, and the largest trace they suffice for: 4e6, a standard deviation of 128 at d = 256
 _SQUARINGS = 28
 _LARGEST_TRACE = 2.0**22
 #: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2²²/2²⁸] = [0, 1/32]
 _EXP_TERMS = 7
 
-#: where the squarings of each matrix are counted: they begin in [0, 2⁻¹⁰], where four terms do
+#: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
 _LARGEST_START = 2.0**-10
 _MOST_SQUARINGS = 33
 
@@ -222,10 +245,10 @@ _MOST_SQUARINGS = 33
 def exp_minus_twice(p: Tensor) -> Tensor:
     r""":math:`e^{-2P}` for positive semi-definite P (B, d, d) by scaling and squaring, without waiting for the device.
 
-    The squarings work on :math:`E = e^{-2P} - I`, :math:`E \leftarrow 2E + E^2`, where squarings that a small P would not
-    need cost no digits. NaN for a trace above 2²², where the series would not hold.
+    The squarings work on :math:`E = e^{-2P} - I`, :math:`E \leftarrow 2E + E^2`, so that squarings that a small P does not
+    need lose no digits. The result is NaN for a trace above 2²², where the series is not accurate.
     """
-    if p.is_cuda and not torch.compiler.is_compiling() and not in_transform(p) and _squaring.available(p.device):
+    if p.is_cuda and not torch.compiler.is_compiling() and not in_transform(p) and _kernel_available(p.device):
         e = _exp_counted(p)
     else:
         y = p * (-2.0 * 0.5**_SQUARINGS)
@@ -236,29 +259,29 @@ def exp_minus_twice(p: Tensor) -> Tensor:
 
 
 def _exp_counted(p: Tensor) -> Tensor:
-    """The same with as many squarings as the Frobenius norm, which is no less than the largest eigenvalue, asks for."""
+    """E = e^{−2P} − I with the number of squarings that the Frobenius norm, an upper bound of λ₁, requires."""
     norm = torch.linalg.matrix_norm(p).clamp(2.0**-40, _LARGEST_TRACE)
     times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp(0, _MOST_SQUARINGS)
     y = p * (-2.0 * torch.exp2(-times))[:, None, None]
     y2 = torch.bmm(y, y)
     # Y + Y²/2 + Y³/6 + Y⁴/24
     e = torch.baddbmm(y + 0.5 * y2, y2, y2 + 4.0 * y, alpha=1 / 24)
-    return _squaring.square_often(symmetric(e), times.int(), _MOST_SQUARINGS)
+    return square_repeatedly(symmetric(e), times.int(), _MOST_SQUARINGS)
 
 
-#: square roots of the logarithm: they bring a condition number of 1e6 at d = 256 to 1.36
+#: square roots of the logarithm: they bring a condition number of 1e10 at d = 256 to 1.57
 _LOG_ROOTS = 6
-#: terms of log(1 + x) = Σ (−1)^{k+1} x^k/k for |x| ≤ 0.18
+#: terms of log(1 + x) = Σ (−1)^{k+1} x^k/k for |x| ≤ 0.29
 _LOG_TERMS = 20
 
 
 def logarithm(p: Tensor) -> Tensor:
-    """log P for positive definite P (B, d, d) of condition number up to 1e6, by repeated roots and a series."""
+    """log P for positive definite P (B, d, d) by repeated roots and a series, to 1e-8 at condition number 1e10."""
     scale = nonzero(trace(p))
     root = p / scale
     for _ in range(_LOG_ROOTS):
         root = symmetric(coupled_iteration(root, QUINTIC)[0])
-    middle = 0.9  # of the spectrum that is left
+    middle = 0.9  # of the remaining spectrum, [0.64, 1]
     x = plus_identity(root / middle, -1.0)
     series = [math.log(middle), *((-1) ** (k + 1) / k for k in range(1, _LOG_TERMS + 1))]
     return 2**_LOG_ROOTS * polynomial(x, series) + scale.log() * torch.eye(p.shape[-1], dtype=p.dtype, device=p.device)

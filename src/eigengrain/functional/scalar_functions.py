@@ -2,7 +2,7 @@ r"""Scalar functions of eigenvalues with their divided differences.
 
 The derivative of :math:`f(P) = U f(\Lambda) U^T` needs only the divided differences
 :math:`K_{ij} = (f(\lambda_i) - f(\lambda_j))/(\lambda_i - \lambda_j)`, with :math:`K_{ii} = f'(\lambda_i)`
-(Daleckii–Krein). Written as that quotient they cancel at close eigenvalues; here each function has a form that does not.
+(Daleckii–Krein). The quotient cancels at close eigenvalues; each function here has a form that does not.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 def geometric_ratio(high: Tensor, low: Tensor, p: float) -> Tensor:
     r""":math:`(1 - x^p)/(1 - x)` at :math:`x = \mathrm{low}/\mathrm{high}` in [0, 1], to full relative accuracy.
 
-    For a whole p it is the geometric sum :math:`1 + x + \dots + x^{p-1}`.
+    For an integer p it is the geometric sum :math:`1 + x + \dots + x^{p-1}`.
     """
     if p == 0:
         return torch.zeros_like(high - low)
@@ -29,9 +29,9 @@ def geometric_ratio(high: Tensor, low: Tensor, p: float) -> Tensor:
 class ScalarFunction:
     """A function of one real variable, applied to eigenvalues."""
 
-    #: the function is for positive semi-definite matrices: eigenvalues at rounding level count as zero
+    #: the function is defined for positive semi-definite matrices: eigenvalues at rounding level count as zero
     semidefinite: ClassVar[bool] = False
-    #: the function needs every eigenvalue to be positive
+    #: the function requires every eigenvalue to be positive
     definite: bool = False
     name: str = "f"
 
@@ -115,9 +115,9 @@ class ExpInverse(ScalarFunction):
 class Generic(ScalarFunction):
     """Any smooth f: the difference quotient, or the mean of f′ between the arguments where the quotient cancels.
 
-    The mean, ∫ f′(b + t(a − b)) dt over t in [0, 1], is taken by Gauss's rule with two points. The quotient has lost its
-    digits where the arguments are close, or where f hardly differs between them although they are not close (e^−x near 0).
-    The second case is told from a chance f(a) = f(b), as with cosines, by asking whether rounding explains the difference.
+    The mean, ∫ f′(b + t(a − b)) dt over t in [0, 1], is computed by Gauss's rule with two points. The quotient cancels if
+    the arguments are close, or if f is almost equal at distant arguments (e^−x near 0). The second case differs from a
+    coincidence f(a) = f(b), as with cosines, in that rounding explains the difference between quotient and mean.
     """
 
     #: with a relative gap h the quotient errs by about eps/h and Gauss's rule by h⁴/4320: both are below 1e-11 here

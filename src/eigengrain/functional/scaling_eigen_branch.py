@@ -1,17 +1,17 @@
-r"""Scaling factors of the Scaling Eigen Branch: one scalar a sample, from the spectrum of the covariance.
+r"""Factors of the Scaling Eigen Branch: one scalar per sample, from the spectrum of the covariance.
 
 The branch multiplies the square root by 1 + s, with :math:`s = \|QS^T\|_F = \sqrt{\sum_i \lambda_i e^{-2\lambda_i}}`
-(Eq. 24), S = e^{−P}. Sums of exponentials are taken by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
+(Eq. 24), S = e^{−P}. Sums of exponentials are computed by log-sum-exp: :math:`e^{-2\lambda}` is 0 in float64 for λ > 373.
 """
 
 import torch
 from torch import Tensor
 
-from eigengrain.errors import UnknownName
-from eigengrain.functional import matrix_products as products
-from eigengrain.functional._linear import with_gradient
-from eigengrain.functional.eigen import decompose
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.functional._autograd import with_gradient
+from eigengrain.functional.eigen import decompose, zero_rounding
 from eigengrain.functional.inputs import check_square, output_dtype, to_compute
+from eigengrain.functional.matrix_products import exp_minus_twice, nonzero, symmetric, trace
 
 KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("auto", "eigh", "products")
@@ -35,7 +35,7 @@ def qs_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
-    """The factor from the eigenvalues and its derivative in them; where the factor is 0 the derivative is set to 0."""
+    """The factor from the eigenvalues, and its derivative, which is set to 0 where the factor is 0."""
     if kind == "qs":
         log_s = _log_qs(values)
         s = log_s.exp()
@@ -47,61 +47,65 @@ def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
 
 
 def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "auto") -> Tensor:
-    r"""The factor by which the Scaling Eigen Branch scales the square root, one a matrix, with closed-form gradient.
+    r"""The factor of the Scaling Eigen Branch, one per matrix, shape (*), with closed-form gradient.
 
     - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 24);
     - ``q``: :math:`\|Q\|_F = \sqrt{\mathrm{tr}P}`;
     - ``s``: :math:`\|S\|_F = \sqrt{\mathrm{tr}\,e^{-2P}}`;
-    - ``constant``: a number, without gradient (Table 7). The learned factors of that table are modules in the heads.
+    - ``constant``: a number, without gradient (Table 7). The learned factors of that table are part of the covariance head.
 
     Where a factor is 0, as at P = 0, its gradient is set to 0.
 
     Args:
-        P: positive semi-definite (*, d, d); the covariance itself, before any trace is divided out.
+        P: positive semi-definite (*, d, d); the covariance itself, not divided by its trace.
         kind: see above.
         constant: value for ``constant``.
-        solver: ``eigh``, or ``products`` for matrix products alone (``qs`` and ``q``; NaN of ``qs`` for traces above 2²²).
-
-    Returns:
-        (*), float64 if P is float64 and float32 otherwise.
+        solver: ``auto``, ``eigh``, or ``products`` for matrix products alone (``qs`` and ``q``; ``qs`` is NaN for traces
+            above 2²²). ``auto`` takes ``products`` for ``qs`` on CUDA and ``eigh`` otherwise.
 
     Example:
         >>> scaling_factor(torch.diag(torch.tensor([1.0, 0.0])))
         tensor(0.3679)
     """
-    check_square(P, "scaling_factor")
+    check_square(P)
     if kind not in KINDS:
         raise UnknownName("scaling factor", kind, KINDS)
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
     if kind == "constant":
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
-    p = to_compute(P)
-    p = (p + p.mT) / 2
-    if kind == "q":  # no decomposition is needed; the root has no slope at 0
-        trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)
-        root = torch.where(trace <= 0, 1.0, trace).sqrt()
-        return torch.where(trace <= 0, 0.0, root).to(P.device, output_dtype(P))
-    if solver == "auto":  # an eigendecomposition costs ten times the products on CUDA, and less than they do on a CPU
+    p = symmetric(to_compute(P))
+    if kind == "q":  # no decomposition is needed
+        total = p.diagonal(dim1=-2, dim2=-1).sum(-1)
+        root = torch.where(total <= 0, 1.0, total).sqrt()  # the root has no slope at 0
+        return torch.where(total <= 0, 0.0, root).to(P.device, output_dtype(P))
+    if solver == "auto":  # products are faster than an eigendecomposition on CUDA, and slower on a CPU
         solver = "products" if kind == "qs" and P.is_cuda else "eigh"
     if solver == "products":
         if kind != "qs":
-            raise ValueError(f"solver='products' computes the factors 'qs' and 'q', got {kind!r}: use solver='eigh'")
+            raise ArgumentError("solver", f"must be 'eigh' for kind={kind!r}", solver)
         batch = p.reshape(-1, *p.shape[-2:])
         with torch.no_grad():
             value, slope = qs_by_products(batch)
         out = with_gradient(batch, value, slope, "scaling_factor").reshape(P.shape[:-2])
     else:
         values, vectors = decompose(p)
-        value, slope = _value_and_slope(values, kind)
+        value, slope = _value_and_slope(zero_rounding(values), kind)
         out = with_gradient(p, value, (vectors * slope.unsqueeze(-2)) @ vectors.mT, "scaling_factor")
     return out.to(P.device, output_dtype(P))
 
 
+#: margin of the rounding error of tr(P e^{−2P}) over d ε tr(P)
+_ROUNDING = 4.0
+
+
 def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
     """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d) in float64, by matrix products alone."""
-    decay = products.exp_minus_twice(p)
+    decay = exp_minus_twice(p)
     product = torch.bmm(p, decay)
-    s = products.trace(product).clamp_min(0).sqrt()
-    slope = torch.where(s == 0, 0.0, (decay - 2 * product) / (2 * products.nonzero(s)))
-    return s[..., 0, 0], products.symmetric(slope)
+    square = trace(product)
+    # a smaller sum is rounding of the products, and so is s: its slope would be a rounding error divided by another
+    rounding = square <= _ROUNDING * p.shape[-1] * torch.finfo(p.dtype).eps * trace(p)
+    s = torch.where(rounding, 0.0, square).sqrt()
+    slope = torch.where(rounding, 0.0, (decay - 2 * product) / (2 * nonzero(s)))
+    return s[..., 0, 0], symmetric(slope)

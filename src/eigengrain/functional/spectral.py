@@ -2,8 +2,8 @@ r"""Functions of symmetric matrices with their exact gradient.
 
 There is one primitive: :math:`F = U f(\Lambda) U^T` with
 :math:`\partial l/\partial P = U\,[(U^T \mathrm{sym}(G)\,U) \circ K]\,U^T`, K the divided differences of f. It contains no
-:math:`1/(\lambda_i - \lambda_j)`, so equal eigenvalues are as good as any. Square root, powers, logarithm, exponential and
-the published approximate gradients are arguments to it.
+:math:`1/(\lambda_i - \lambda_j)`, so equal eigenvalues are not a special case. Square root, powers, logarithm, exponential
+and the published approximate gradients are arguments to it.
 """
 
 from collections.abc import Callable
@@ -13,16 +13,17 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import UnknownName
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional._autograd import first_order_only
-from eigengrain.functional.eigen import decompose
+from eigengrain.functional.eigen import decompose, rounding_floor
 from eigengrain.functional.gradient_rules import GradientRule
 from eigengrain.functional.inputs import check_square, output_dtype, to_compute
+from eigengrain.functional.matrix_products import symmetric
 from eigengrain.functional.scalar_functions import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
 from eigengrain.functional.subsets import EigenSubset
+from eigengrain.names import CUTS
 
 Cut = Literal["exact", "projector"]
-CUTS = ("exact", "projector")
 
 
 def check_cut(cut: str) -> None:
@@ -49,17 +50,16 @@ class _SpectralFunction(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> Any:
         p, vectors, k = ctx.saved_tensors
         with torch.no_grad():
-            symmetric = (grad + grad.mT) / 2
-            dp = vectors @ ((vectors.mT @ symmetric @ vectors) * k) @ vectors.mT
+            dp = vectors @ ((vectors.mT @ symmetric(grad) @ vectors) * k) @ vectors.mT
         return first_order_only(dp, ctx.function, grad, p), None, None, None, None
 
 
 @torch.library.custom_op("eigengrain::require_above", mutates_args=())
 def _require_above(values: Tensor, floor: float, message: str) -> Tensor:
-    """Values unchanged, or an error: a check that compiled and vmapped code can carry."""
+    """Return the values unchanged, or raise: a check that works in compiled and vmapped code."""
     smallest = float(values.min()) if values.numel() else float("inf")
     if not smallest > floor:
-        raise ValueError(message.format(smallest=smallest, floor=floor))
+        raise ArgumentError("P", message.format(smallest=smallest, floor=floor))
     return values.clone()
 
 
@@ -73,27 +73,26 @@ def _(info: Any, in_dims: tuple[int | None, None, None], values: Tensor, floor: 
     return _require_above(values, floor, message), in_dims[0]
 
 
-#: an eigenvalue this far below zero, relative to the largest, is no rounding error: the matrix is not semi-definite
+#: an eigenvalue this far below zero, relative to the largest, is not a rounding error: the matrix is not semi-definite
 _INDEFINITE = 1e-5
 
 
 def _checked_values(values: Tensor, f: ScalarFunction, floor: float) -> Tensor:
-    """Eigenvalues as a semi-definite matrix has them: those at rounding level are zero, negative ones an error."""
+    """Eigenvalues of a semi-definite matrix: those at rounding level become zero, and clearly negative ones raise."""
     if not f.semidefinite:
         return values
     largest = values.abs().amax(-1, keepdim=True)
     if f.definite:
-        what = f"{f.name} needs eigenvalues above {{floor:g}}, the smallest is {{smallest:.3g}}: "
-        return _require_above(values, floor, what + "add a multiple of the identity to the matrix first")
+        problem = f"must have eigenvalues above {{floor:g}} for {f.name}, the smallest is {{smallest:.3g}}: "
+        return _require_above(values, floor, problem + "add a multiple of the identity to the matrix first")
     relative = torch.where(largest > 0, values / torch.where(largest > 0, largest, 1.0), 0.0)
-    what = f"{f.name} needs positive semi-definite matrices, the smallest eigenvalue is {{smallest:.3g}} of the largest"
-    relative = _require_above(relative, -_INDEFINITE, what)
-    null = relative <= values.shape[-1] * torch.finfo(values.dtype).eps
-    return torch.where(null, 0.0, values)
+    problem = f"must be positive semi-definite for {f.name}, the smallest eigenvalue is {{smallest:.3g}} of the largest"
+    relative = _require_above(relative, -_INDEFINITE, problem)
+    return torch.where(relative <= rounding_floor(relative), 0.0, values)
 
 
 def _cut_differences(k: Tensor, values: Tensor, f: Tensor, keep: Tensor, cut: str) -> Tensor:
-    """Divided differences of the masked function. Across the cut it is (f_i − 0)/(λ_i − λ_j): the subspace turns."""
+    """Divided differences of the masked function; across the cut (f_i − 0)/(λ_i − λ_j), because the subspace turns."""
     kept = keep.to(f.dtype)
     both = kept.unsqueeze(-1) * kept.unsqueeze(-2)
     inside = torch.where(both > 0, k, 0.0)
@@ -114,20 +113,19 @@ def _evaluate(
     backend: str,
     floor: float = 0.0,
     differences: Callable[[Tensor], Tensor] | None = None,
-    differences_know_cut: bool = False,
+    differences_include_cut: bool = False,
 ) -> Tensor:
-    check_square(P, f.name)
+    check_square(P)
     check_cut(cut)
     chosen, d = EigenSubset.parse(subset), P.shape[-1]
-    p = to_compute(P)
-    p = (p + p.mT) / 2
+    p = symmetric(to_compute(P))
     keep = chosen.mask(d, p.device)
     raw, vectors = decompose(p, backend)
     values = _checked_values(raw, f, floor)
     fx = f(values)
     k = differences(values) if differences else f.divided_difference(values.unsqueeze(-1), values.unsqueeze(-2))
     if not chosen.covers(d):
-        if not differences_know_cut:
+        if not differences_include_cut:
             k = _cut_differences(k, values, fx, keep, cut)
         fx = fx * keep.to(fx.dtype)
     out: Tensor = _SpectralFunction.apply(p, fx, vectors, k, f.name)
@@ -150,16 +148,13 @@ def spectral_function(
        K_{ij} = \frac{f(\lambda_i) - f(\lambda_j)}{\lambda_i - \lambda_j}
 
     Args:
-        P: symmetric (*, d, d); only the symmetric part is used.
+        P: symmetric (*, d, d); only the symmetric part is used. F is float64 if P is float64 and float32 otherwise.
         f: elementwise function of a float64 tensor, or a :class:`ScalarFunction` with its own divided differences.
-        derivative: of f; taken by automatic differentiation when None.
+        derivative: derivative of f; None uses automatic differentiation.
         subset: eigenvalues that are kept, such as ``"top:206"``; the others are dropped from F.
-        cut: how a dropped spectrum is differentiated. ``exact`` lets the kept subspace turn with P, which is unbounded
-            where the cut separates close eigenvalues (see :meth:`EigenSubset.relative_gap`); ``projector`` holds it.
-        backend: solver, see :func:`eigh`.
-
-    Returns:
-        (*, d, d), float64 if P is float64 and float32 otherwise.
+        cut: how a cut spectrum is differentiated. ``exact`` lets the kept subspace turn with P, which is unbounded
+            where the cut separates close eigenvalues (see :meth:`EigenSubset.relative_gap`); ``projector`` holds it fixed.
+        backend: eigensolver, see :func:`eigh`.
 
     Raises:
         ValueError: if P is not square, or subset, cut or backend cannot be read.
@@ -188,18 +183,18 @@ def matrix_sqrt(
     r"""Square root of positive semi-definite matrices, :math:`Q = P^{1/2} = U \Lambda^{1/2} U^T` (Eq. 4).
 
     The exact gradient has :math:`K_{ij} = 1/(\sigma_i + \sigma_j)`, :math:`\sigma = \sqrt\lambda`. Eigenvalues below
-    :math:`d\,\varepsilon\,\lambda_1` count as zero; between two such the root has no derivative and 0 is returned. Where
-    the covariance comes from features, :func:`sqrt_covariance` is more accurate and its gradient is bounded.
+    :math:`d\,\varepsilon\,\lambda_1` count as zero; between two of them the root has no derivative and 0 is returned. For
+    the covariance of features, :func:`sqrt_covariance` is more accurate and its gradient is bounded.
 
     Args:
         P: positive semi-definite (*, d, d).
         subset, cut, backend: as in :func:`spectral_function`.
         gradient: ``exact``, or a published approximation for comparison: ``original``, ``trunc``, ``topn``, ``taylor``,
-            ``pade``, ``newton``, ``power-iteration``, ``lyapunov`` (see :class:`GradientRule`, which also sets their
-            parameters). The value is exact under every rule.
+            ``pade``, ``newton``, ``power-iteration``, ``lyapunov``; a :class:`GradientRule` also sets their parameters.
+            The value is exact for every rule.
 
     Raises:
-        ValueError: also if P has an eigenvalue well below zero.
+        ValueError: if P has an eigenvalue well below zero, or as in :func:`spectral_function`.
 
     Example:
         >>> matrix_sqrt(torch.diag(torch.tensor([4.0, 9.0]))).diagonal()
@@ -208,23 +203,17 @@ def matrix_sqrt(
     rule = GradientRule.of(gradient)
     if rule.name == "exact":
         return _evaluate(P, SquareRoot(), subset, cut, backend)
-    if rule.name == "topn":
-        rule = rule.of_subset(EigenSubset.parse(subset), P.shape[-1])
-        return _evaluate(P, SquareRoot(), subset, cut, backend, 0.0, rule.differences, differences_know_cut=True)
     if rule.from_spectrum:
-        return _evaluate(P, SquareRoot(), subset, cut, backend, differences=rule.differences)
+        topn = rule.name == "topn"
+        rule = rule.of_subset(EigenSubset.parse(subset), P.shape[-1]) if topn else rule
+        return _evaluate(P, SquareRoot(), subset, cut, backend, 0.0, rule.differences, differences_include_cut=topn)
     if not EigenSubset.parse(subset).covers(P.shape[-1]):
-        raise ValueError(f"gradient={rule.name!r} has no notion of an eigenvalue subset: use 'exact' or drop the subset")
+        raise ArgumentError("subset", f"must be 'all' for gradient={rule.name!r}", str(subset), "use gradient='exact'")
     return rule.attach(P, _evaluate(P.detach(), SquareRoot(), None, cut, backend))
 
 
 def matrix_power(
-    P: Tensor,
-    p: float,
-    *,
-    subset: EigenSubset | str | None = None,
-    cut: Cut = "exact",
-    backend: str = "auto",
+    P: Tensor, p: float, *, subset: EigenSubset | str | None = None, cut: Cut = "exact", backend: str = "auto"
 ) -> Tensor:
     r"""Power of positive semi-definite matrices, :math:`P^p = U \Lambda^p U^T`.
 
@@ -238,17 +227,12 @@ def matrix_power(
 
 
 def matrix_log(
-    P: Tensor,
-    *,
-    eps: float = 0.0,
-    subset: EigenSubset | str | None = None,
-    cut: Cut = "exact",
-    backend: str = "auto",
+    P: Tensor, *, eps: float = 0.0, subset: EigenSubset | str | None = None, cut: Cut = "exact", backend: str = "auto"
 ) -> Tensor:
     r"""Logarithm of positive definite matrices, :math:`\log P = U \log(\Lambda) U^T`.
 
     Args:
-        eps: every eigenvalue must be larger than this. Covariances from features seldom are definite: add
+        eps: every eigenvalue must be larger than this. Covariances of features are seldom definite: add
             :math:`\varepsilon I` to them first, as the log-covariance head does.
 
     Raises:
@@ -261,13 +245,7 @@ def matrix_log(
     return _evaluate(P, Logarithm(), subset, cut, backend, floor=eps)
 
 
-def exp_inverse(
-    P: Tensor,
-    *,
-    subset: EigenSubset | str | None = None,
-    cut: Cut = "exact",
-    backend: str = "auto",
-) -> Tensor:
+def exp_inverse(P: Tensor, *, subset: EigenSubset | str | None = None, cut: Cut = "exact", backend: str = "auto") -> Tensor:
     r"""Exponential inverse, :math:`S = e^{-P} = U e^{-\Lambda} U^T` (Section 4.2), of any symmetric matrices.
 
     Example:

@@ -19,25 +19,18 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from eigengrain.errors import EigenSolverError, UnknownName
-from eigengrain.functional import autotune
+from eigengrain.errors import ArgumentError, EigenSolverError, UnknownName
 from eigengrain.functional._autograd import first_order_only, graph_token
-from eigengrain.functional._product_layer import root_by_products
 from eigengrain.functional.covariance import centre, covariance, outer_product
-from eigengrain.functional.eigen import check_finite, decompose
+from eigengrain.functional.eigen import check_finite, decompose, rounding_floor, zero_rounding
 from eigengrain.functional.gradient_rules import GradientRule
-from eigengrain.functional.inputs import (
-    LinAlgError,
-    check_compute_dtype,
-    check_features,
-    full_precision,
-    output_dtype,
-)
+from eigengrain.functional.inputs import LinAlgError, check_compute_dtype, check_features, full_precision, output_dtype
+from eigengrain.functional.matrix_products import symmetric
+from eigengrain.functional.newton_schulz import root_by_products
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
-
-SOLVERS = ("auto", "eigh", "gram", "svd", "products")
+from eigengrain.names import SOLVERS
 
 
 class _Factors(NamedTuple):
@@ -49,31 +42,31 @@ class _Factors(NamedTuple):
 
 
 def _split_lengths(rows: Tensor, keep: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Lengths of the vectors along ``dim`` and the vectors made unit, in place; both 0 where not kept."""
+    """Lengths of the vectors along ``dim``, and the vectors normalised in place; both 0 where not kept."""
     length = torch.linalg.vector_norm(rows, dim=dim)
     keep = keep & (length > 0)
-    if rows.is_cuda:  # a bad sample may have NaN here, which a factor of 0 does not remove; on the CPU it has raised
+    if rows.is_cuda:  # a bad sample may contain NaN, which a factor of 0 does not remove; on the CPU it has raised
         rows = torch.where(keep.unsqueeze(dim), rows, 0.0)
     inverse = torch.where(keep, 1 / torch.where(keep, length, 1.0), 0.0)
     return torch.where(keep, length, 0.0), rows.mul_(inverse.unsqueeze(dim))
 
 
 def _within_rank(values: Tensor, xc: Tensor) -> Tensor:
-    """Directions that can carry signal: above the rounding level of a product, and no more than N − 1 of them."""
+    """Mask of the directions that are not null: above the rounding level, and at most N − 1 of them."""
     d, n = xc.shape[-2:]
     rank = torch.arange(values.shape[-1], device=values.device) < min(d, n - 1)
-    return rank & (values > max(d, 1) * torch.finfo(values.dtype).eps * values[..., :1])
+    return rank & (values > rounding_floor(values, d))
 
 
 def _factor_eigh(xc: Tensor) -> _Factors:
-    """By the d × d covariance. σ_j = ‖u_jᵀX_c‖ is measured again: √λ_j has lost the digits of small eigenvalues."""
+    """Factors from the d × d covariance; σ_j = ‖u_jᵀX_c‖, because √λ_j has lost the digits of small eigenvalues."""
     values, u = decompose(outer_product(xc))
     sigma, vt = _split_lengths(u.mT @ xc, _within_rank(values, xc), -1)
     return _Factors(u, sigma, vt)
 
 
 def _factor_gram(xc: Tensor) -> _Factors:
-    """By the N × N Gram matrix, for fewer positions than channels."""
+    """Factors from the N × N Gram matrix, for fewer positions than channels."""
     values, v = decompose(outer_product(xc.mT))
     r = min(xc.shape[-2:])
     values, v = values[..., :r], v[..., :r]
@@ -85,7 +78,7 @@ def _factor_gram(xc: Tensor) -> _Factors:
 def _svd_op(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     batch = xc.reshape(-1, *xc.shape[-2:])
     check_finite(batch, "svd")
-    # cuSOLVER's default is a Jacobi method that stops early: at κ(P) = 1e6 in float32 it was seen to err by 1.3e-5
+    # cuSOLVER's default is a Jacobi method that stops early: its error at κ(P) = 1e6 in float32 was 1.3e-5
     driver = "gesvd" if xc.is_cuda else None
     try:
         u, sigma, vt = torch.linalg.svd(batch, full_matrices=False, driver=driver)
@@ -93,13 +86,9 @@ def _svd_op(xc: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         try:
             u, sigma, vt = (t.to(xc.device, xc.dtype) for t in torch.linalg.svd(batch.cpu().double(), full_matrices=False))
         except LinAlgError as error:
-            raise EigenSolverError(f"svd failed, in float64 on the CPU too: {error}") from error
-    lead = xc.shape[:-2]
-    return (
-        u.reshape(*lead, *u.shape[-2:]).contiguous(),
-        sigma.reshape(*lead, sigma.shape[-1]).contiguous(),
-        vt.reshape(*lead, *vt.shape[-2:]).contiguous(),
-    )
+            raise EigenSolverError(f"svd failed, also in float64 on the CPU: {error}") from error
+    u, sigma, vt = (factor.unflatten(0, xc.shape[:-2]).contiguous() for factor in (u, sigma, vt))
+    return u, sigma, vt
 
 
 @_svd_op.register_fake
@@ -116,9 +105,10 @@ def _(info: Any, in_dims: tuple[int | None], xc: Tensor) -> Any:
 
 
 def _factor_svd(xc: Tensor) -> _Factors:
-    """By the features themselves: the condition number is not squared, which float32 needs."""
+    """Factors from the features themselves: the condition number is not squared, which float32 needs."""
     u, sigma, vt = _svd_op(xc)
     d, n = xc.shape[-2:]
+    # singular values have their own rounding level: their condition number is not squared
     floor = math.sqrt(max(d, n)) * torch.finfo(xc.dtype).eps * sigma[..., :1]
     keep = (torch.arange(sigma.shape[-1], device=xc.device) < min(d, n - 1)) & (sigma > floor)
     return _Factors(u, torch.where(keep, sigma, 0.0), torch.where(keep.unsqueeze(-1), vt, 0.0))
@@ -130,8 +120,8 @@ _FACTORS = {"eigh": _factor_eigh, "gram": _factor_gram, "svd": _factor_svd}
 def _ratios(sigma: Tensor, keep: Tensor, cut: str) -> Tensor:
     r"""R − 1 keepᵀ (*, r, r), where :math:`R_{ij} = K_{ij}\sigma_j` with K the divided differences of the kept roots.
 
-    For the full spectrum this is −σ_i/(σ_i + σ_j). Taking 1 off (see :func:`_gradient`) leaves what the directions
-    outside U, of which there are many at short rank, have in common with those inside.
+    For the full spectrum this is −σ_i/(σ_i + σ_j). The 1 is subtracted so that :func:`_gradient` can treat the directions
+    outside U, of which there are many at short rank, together with those inside.
     """
     si, sj = sigma.unsqueeze(-1), sigma.unsqueeze(-2)
     total = si + sj
@@ -182,12 +172,12 @@ class _Root(torch.autograd.Function):
 def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool, thin_cut: bool) -> Tensor:
     """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``.
 
-    ``thin_cut`` says that the directions outside a thin U are dropped, and held still.
+    ``thin_cut``: the directions outside a thin U are dropped, and the cut holds them fixed.
     """
     u, sigma, vt = factors
-    gu = ((grad + grad.mT) / 2).to(u.dtype) @ u  # (B, d, r)
+    gu = symmetric(grad).to(u.dtype) @ u  # (B, d, r)
     c = u.mT @ gu  # (B, r, r)
-    # U full would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
+    # A full U would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
     # with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
     inner = c * _ratios(sigma, keep, cut)
     scale = torch.full_like(sigma[..., :1], 2.0)
@@ -201,23 +191,65 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
         inner.diagonal(dim1=-2, dim2=-1).add_(along * slope / scale)
     left = (u @ inner).add_(gu).mul_((scale / math.sqrt(vt.shape[-1])).unsqueeze(-1))
     dx = left @ vt
-    # the mean is projected out once more: rows of Vᵀ next to the null space are centred to rounding only
+    # the mean is projected out again: rows of Vᵀ next to the null space are centred only up to rounding
     return dx.sub_(dx.mean(-1, keepdim=True))
 
 
-def _choose_solver(solver: str, x: Tensor, dtype: torch.dtype, products_will_do: bool) -> str:
+#: largest batch × channels at which matrix products are faster than cuSOLVER's batched eigensolver
+_PRODUCTS_LIMIT = 8192
+
+#: relative error of Q in the Frobenius norm against a float64 SVD, at condition number 1e10 and full rank
+ERROR_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
+
+
+def choose_solver(
+    device_type: str,
+    channels: int,
+    positions: int,
+    dtype: torch.dtype = torch.float64,
+    *,
+    batch: int = 1,
+    seb: bool = False,
+    spectrum: bool = False,
+) -> str:
+    """The solver of ``solver="auto"``: a fixed rule, derived from ``benchmarks/solver-choice-h200.csv``.
+
+    1. ``svd`` in float32: the others square the condition number.
+    2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
+    3. ``products`` on CUDA for batch × channels up to 8192, where it is faster than ``eigh``; not for singular covariances
+       (N ≤ C), not with the branch, which it does not compute accurately for every singular covariance, and not if
+       eigenvalues are needed.
+    4. ``eigh`` otherwise.
+
+    Args:
+        device_type: ``torch.device.type`` of the features.
+        channels, positions: C and N of the features.
+        dtype, batch: working precision, and number of feature maps.
+        seb: whether the Scaling Eigen Branch is applied.
+        spectrum: whether eigenvalues are needed: for a subset, a published gradient rule, or to return them.
+
+    Example:
+        >>> choose_solver("cpu", channels=256, positions=784), choose_solver("cuda", channels=512, positions=196)
+        ('eigh', 'gram')
+    """
+    if dtype == torch.float32:
+        return "svd"
+    if positions < channels:
+        return "gram"
+    fast = device_type == "cuda" and batch * channels <= _PRODUCTS_LIMIT
+    return "products" if fast and positions > channels and not seb and not spectrum else "eigh"
+
+
+def _resolve_solver(solver: str, x: Tensor, seb: bool, dtype: torch.dtype, spectrum: bool) -> str:
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
-    if dtype == torch.float32:
-        if solver not in ("auto", "svd"):
-            raise ValueError(
-                f"solver={solver!r} squares the condition number, which float32 cannot hold: use solver='svd' (or "
-                "'auto') with dtype=torch.float32, or dtype=torch.float64"
-            )
-        return "svd"
+    if dtype == torch.float32 and solver not in ("auto", "svd"):
+        problem = "must be 'svd' or 'auto' for torch.float32, which cannot hold a squared condition number"
+        raise ArgumentError("solver", problem, solver)
     if solver != "auto":
         return solver
-    return autotune.fastest(x) if products_will_do else ("gram" if math.prod(x.shape[2:]) < x.shape[1] else "eigh")
+    batch, channels, *size = x.shape
+    return choose_solver(x.device.type, channels, math.prod(size), dtype, batch=batch, seb=seb, spectrum=spectrum)
 
 
 @overload
@@ -268,23 +300,23 @@ def sqrt_covariance(
        \Big\|\frac{\partial l}{\partial X}\Big\|_F \le \sqrt{\tfrac2N}\,\Big\|\frac{\partial l}{\partial Q}\Big\|_F
 
     With ``seb`` the Scaling Eigen Branch is applied, :math:`A = (1 + s)Q` with :math:`s = \|QS^T\|_F` (Eqs. 23 and 24), and
-    the bound is :math:`(\sqrt2(1+s) + \|Q\|_F)/\sqrt N`. Dead channels, constant input and a single position are ordinary
-    input: null directions stay null, and where the root has no derivative the symmetric one is returned.
+    the bound is :math:`(\sqrt2(1+s) + \|Q\|_F)/\sqrt N`. Dead channels, constant input and a single position are allowed:
+    null directions stay null, and where the root has no derivative the symmetric one is returned.
 
     Args:
         x: features, (B, C, H, W) or (B, C, N), any floating dtype, also under autocast.
         seb: return A instead of Q.
         subset: eigenvalues kept in Q, such as ``"top:206"``; s always uses all of them.
         cut: how a cut spectrum is differentiated, ``exact`` or ``projector``, see :func:`spectral_function`. The bound
-            above holds for the full spectrum and for ``projector``.
+            holds for the full spectrum and for ``projector``.
         solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
-            the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles whole; with
-            ``seb`` it is NaN for a covariance whose trace is above 2²², as in :func:`scaling_factor`).
-            ``auto`` takes the fastest that is exact for the input: by its sizes on the CPU, measured once on CUDA.
+            the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles into one
+            graph; with ``seb`` it is NaN for a covariance whose trace is above 2²², as in :func:`scaling_factor`).
+            ``auto`` is the rule of :func:`choose_solver`.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
-        dtype: working precision. float32 works through the SVD, which does not square the condition number.
-        accuracy: largest relative error of Q that will do, at condition number 1e10 and full rank. Every float64 route
-            promises 1e-9, float32 promises 1e-5; a route that does not reach what is asked for is refused.
+        dtype: working precision. float32 uses the SVD, which does not square the condition number.
+        accuracy: required relative error of Q at condition number 1e10 and full rank. Every float64 solver guarantees
+            1e-9, float32 guarantees 1e-5; a smaller value raises.
         return_eigenvalues: also return the eigenvalues of the covariance (B, C), descending, without gradient.
 
     Returns:
@@ -292,7 +324,7 @@ def sqrt_covariance(
 
     Raises:
         ValueError: for a shape, dtype, subset or option that does not fit.
-        NonFiniteError: if the features contain NaN or infinity, naming the samples (not with ``products``).
+        NonFiniteError: if the features contain NaN or infinity, with the bad ``samples`` (not with ``products``).
         SecondOrderError: in a second backward pass.
 
     Example:
@@ -301,21 +333,23 @@ def sqrt_covariance(
         tensor([[[1.6330, 0.0000],
                  [0.0000, 0.0000]]], grad_fn=<ToCopyBackward0>)
     """
-    check_features(x, "sqrt_covariance")
-    check_compute_dtype(dtype, "sqrt_covariance")
+    check_features(x)
+    check_compute_dtype(dtype)
     check_cut(cut)
     chosen, d = EigenSubset.parse(subset), x.shape[1]
     rule = GradientRule.of(gradient)
-    needs_spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
-    solver = _choose_solver(solver, x, dtype, products_will_do=not needs_spectrum)
-    autotune.check_accuracy(accuracy, dtype, solver, x)
-    if solver == "products":
-        return _by_products(x, seb, chosen, rule, return_eigenvalues)
-    if rule.name != "exact":
-        return _by_rule(x, seb, chosen, cut, rule, return_eigenvalues)
-
-    [q], eigenvalues = _roots(x, [chosen], seb, cut, solver, dtype)
-    return (q, eigenvalues) if return_eigenvalues else q
+    spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
+    solver = _resolve_solver(solver, x, seb, dtype, spectrum)
+    if accuracy < ERROR_BOUNDS[dtype]:
+        remedy = "use {dtype}=torch.float64" if dtype == torch.float32 else ""
+        raise ArgumentError("accuracy", f"must be at least {ERROR_BOUNDS[dtype]:g} in {dtype}", accuracy, remedy)
+    if solver != "products" and rule.name == "exact":
+        [q], eigenvalues = _roots(x, [chosen], seb, cut, solver, dtype)
+        return (q, eigenvalues) if return_eigenvalues else q
+    q = _by_products(x, seb, chosen, rule) if solver == "products" else _by_rule(x, seb, chosen, cut, rule)
+    if not return_eigenvalues:
+        return q
+    return q, zero_rounding(decompose(covariance(x.detach(), dtype=torch.float64)).values).to(q)
 
 
 def _roots(
@@ -327,33 +361,25 @@ def _roots(
     with full_precision(xc):
         u, sigma, vt = _FACTORS[solver](xc)
     rank = sigma.shape[-1]
-    token, found = graph_token(x), []
+    token, matrices = graph_token(x), []
     for chosen in subsets:
-        mask = chosen.mask(d, xc.device)[:rank]  # what lies beyond r is null and contributes nothing
+        mask = chosen.mask(d, xc.device)[:rank]  # directions beyond r are null and contribute nothing
         keep = mask.to(xc.dtype) if chosen.covers(d) else mask
         thin_cut = cut == "projector" and not chosen.keeps(rank, d)
         q: Tensor = _Root.apply(x, token, u, sigma, vt, keep, cut, seb, thin_cut)
-        found.append(q.to(x.device, output_dtype(x)))
-    return found, torch.nn.functional.pad(sigma.square(), (0, d - rank)).to(found[0])
+        matrices.append(q.to(x.device, output_dtype(x)))
+    return matrices, torch.nn.functional.pad(sigma.square(), (0, d - rank)).to(matrices[0])
 
 
 def sqrt_covariance_of_subsets(
     x: Tensor, subsets: Sequence[EigenSubset | str], seb: bool = False, cut: Cut = "exact", solver: str = "auto"
 ) -> tuple[list[Tensor], Tensor]:
-    """:func:`sqrt_covariance` of several eigenvalue subsets, which share one decomposition.
+    """:func:`sqrt_covariance` of several eigenvalue subsets from one decomposition.
 
-    Args:
-        x: features, (B, C, H, W) or (B, C, N).
-        subsets: at least one.
-        seb: return A instead of Q.
-        cut: how a cut spectrum is differentiated.
-        solver: ``auto``, ``eigh``, ``gram`` or ``svd``.
+    The arguments are those of :func:`sqrt_covariance`, with at least one subset and a solver that computes eigenvalues.
 
     Returns:
-        a matrix (B, C, C) for each subset, with gradient, and the eigenvalues (B, C), descending, without.
-
-    Raises:
-        ValueError: for a shape, subset or option that does not fit.
+        one matrix (B, C, C) per subset, with gradient, and the eigenvalues (B, C), descending, without gradient.
 
     Example:
         >>> x = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]])
@@ -361,38 +387,28 @@ def sqrt_covariance_of_subsets(
         >>> whole[0, 0, 0].item() > 1, rest.abs().max().item(), eigenvalues
         (True, 0.0, tensor([[2.6667, 0.0000]]))
     """
-    check_features(x, "sqrt_covariance_of_subsets")
+    check_features(x)
     check_cut(cut)
     if not subsets:
-        raise ValueError("sqrt_covariance_of_subsets expects at least one subset, such as 'all'")
-    solver = _choose_solver(solver, x, torch.float64, products_will_do=False)
+        raise ArgumentError("subsets", "must contain at least one subset, such as 'all'", subsets)
+    solver = _resolve_solver(solver, x, seb, torch.float64, spectrum=True)
     if solver == "products":
-        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+        raise ArgumentError("solver", "must compute eigenvalues for a subset", solver, "use solver='eigh'")
     return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, torch.float64)
 
 
-def _by_products(
-    x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, return_eigenvalues: bool
-) -> Tensor | tuple[Tensor, Tensor]:
+def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule) -> Tensor:
     if not subset.covers(x.shape[1]):
-        raise ValueError("solver='products' has no eigenvalues to choose from: use solver='eigh' for a subset")
+        raise ArgumentError("solver", "must compute eigenvalues for a subset", "products", "use solver='eigh'")
     if rule.name != "exact":
-        raise ValueError(f"solver='products' has its own gradient: use solver='eigh' for gradient={rule.name!r}")
-    q = root_by_products(x, seb).to(x.device, output_dtype(x))
-    if not return_eigenvalues:
-        return q
-    return q, decompose(covariance(x.detach(), dtype=torch.float64)).values.clamp_min(0).to(q)
+        raise ArgumentError("solver", f"must be 'auto' or 'eigh' for gradient={rule.name!r}", "products")
+    return root_by_products(x, seb).to(x.device, output_dtype(x))
 
 
-def _by_rule(
-    x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule, return_eigenvalues: bool
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Covariance, root and factor as separate steps, as the published rules have it."""
+def _by_rule(x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule) -> Tensor:
+    """Covariance, root and factor in separate steps, as in the published rules."""
     p = covariance(x, dtype=torch.float64)
     q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
     if seb:
         q = q * (1 + scaling_factor(p, solver="eigh"))[..., None, None]
-    q = q.to(output_dtype(x))
-    if not return_eigenvalues:
-        return q
-    return q, decompose(p).values.clamp_min(0).to(q)
+    return q.to(output_dtype(x))

@@ -1,4 +1,4 @@
-"""A set of eigenvalues, named by rank: which of them a representation keeps."""
+"""Subsets of the eigenvalues, selected by rank."""
 
 import re
 from dataclasses import dataclass
@@ -7,16 +7,13 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from eigengrain.errors import ArgumentError
+
 _TERM = re.compile(r"(top|last):(\d+)")
 
 
 def _terms(sum_: str) -> list[str]:
-    """The terms of a sum: split at each + that is in no bracket.
-
-    Example:
-        >>> _terms("top:1+~(top:5+last:2)")
-        ['top:1', '~(top:5+last:2)']
-    """
+    """Split a sum at each + outside of brackets."""
     terms, depth = [""], 0
     for character in sum_:
         depth += (character == "(") - (character == ")")
@@ -28,7 +25,7 @@ def _terms(sum_: str) -> list[str]:
 
 
 def small_part(d: int) -> int:
-    """How many of d eigenvalues count as the small ones: the paper's share, 50 of 256, and at least one.
+    """Number of the d eigenvalues that count as small: the share of the paper, 50 of 256, and at least one.
 
     Example:
         >>> small_part(256), small_part(64), small_part(512), small_part(2)
@@ -39,13 +36,13 @@ def small_part(d: int) -> int:
 
 @dataclass(frozen=True)
 class EigenSubset:
-    """Eigenvalues chosen by their place in the descending order, for any dimension d.
+    """Eigenvalues selected by their rank in descending order, for any dimension d.
 
-    Everything that takes a subset takes its text as well: ``all``, ``top:k`` (the k largest), ``last:k`` (the k smallest),
-    sums such as ``top:1+last:50``, and complements such as ``~(top:206)``; :meth:`parse` reads them.
+    Functions with a subset argument also accept text: ``all``, ``top:k`` (the k largest), ``last:k`` (the k smallest), sums
+    such as ``top:1+last:50``, and complements such as ``~(top:206)``.
 
-    One object serves training, inference, attribution and truncation. Sets are combined with ``|``, ``&`` and
-    :meth:`complement`; they meet a dimension only in :meth:`mask`, which refuses what does not fit it.
+    Subsets are combined with ``|``, ``&`` and :meth:`complement`. Only :meth:`mask` takes the dimension, and raises
+    if the subset does not fit it.
 
     Example:
         >>> EigenSubset.parse("top:1+last:2").mask(5)
@@ -60,7 +57,7 @@ class EigenSubset:
 
     def __post_init__(self) -> None:
         if self.kind in ("top", "last") and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
-            raise ValueError(f"an eigenvalue subset '{self.kind}:k' needs a whole number k of at least 1, got {self.k!r}")
+            raise ArgumentError("subset", "must have an integer k of at least 1", f"{self.kind}:{self.k}")
 
     @classmethod
     def all(cls) -> "EigenSubset":
@@ -78,16 +75,13 @@ class EigenSubset:
 
     @classmethod
     def parse(cls, text: "str | EigenSubset | None") -> "EigenSubset":
-        """Read ``all``, ``top:206``, ``last:50``, sums ``top:1+last:50`` and complements ``~(top:206)``.
-
-        None reads as ``all``, and a subset as itself.
-        """
+        """Parse the text of a subset; None is ``all``, and a subset is returned unchanged."""
         if text is None:
             return cls.all()
         if isinstance(text, EigenSubset):
             return text
         if not isinstance(text, str):
-            raise ValueError(f"an eigenvalue subset is a string such as 'top:206', got {type(text).__name__}")
+            raise ArgumentError("subset", "must be a string such as 'top:206'", text)
         subset, *others = [cls._parse_term(term, text) for term in _terms(text.replace(" ", ""))]
         for other in others:
             subset |= other
@@ -101,10 +95,8 @@ class EigenSubset:
             return cls.parse(term[2:-1]).complement()
         match = _TERM.fullmatch(term)
         if match is None:
-            raise ValueError(
-                f"cannot read eigenvalue subset {text!r}: expected 'all', 'top:k', 'last:k', sums such as "
-                "'top:1+last:50', or a complement '~(top:206)'"
-            )
+            forms = "'all', 'top:k', 'last:k', a sum such as 'top:1+last:50' or a complement such as '~(top:206)'"
+            raise ArgumentError("subset", f"must be {forms}", text)
         return cls("top" if match[1] == "top" else "last", int(match[2]))
 
     def complement(self) -> "EigenSubset":
@@ -138,11 +130,11 @@ class EigenSubset:
         if self.kind == "complement":
             return frozenset(range(d)) - self.parts[0]._members(d)
         if self.k > d:
-            raise ValueError(f"eigenvalue subset '{self}' asks for {self.k} of {d} eigenvalues: use a k of at most {d}")
+            raise ArgumentError("subset", f"must have a k of at most {d}, the number of eigenvalues", str(self))
         return frozenset(range(self.k) if self.kind == "top" else range(d - self.k, d))
 
     def _test(self, rank: Tensor, d: int) -> Tensor:
-        """Membership by comparison of ranks: made where the data is, so that no copy from the host is waited for."""
+        """Membership by comparison of ranks, on the device of the data, so that there is no copy from the host."""
         if self.kind == "union":
             return torch.stack([part._test(rank, d) for part in self.parts]).any(0)
         if self.kind == "complement":
@@ -151,7 +143,7 @@ class EigenSubset:
         return (rank >= low) & (rank < high)
 
     def keeps(self, rank: int, d: int) -> bool:
-        """Whether the eigenvalue of this rank, from 0, is one of the kept; True beyond the last one."""
+        """Whether the eigenvalue of a rank, counted from 0, is kept; True beyond the last one."""
         return rank >= d or rank in self._members(d)
 
     def covers(self, d: int) -> bool:
@@ -159,21 +151,17 @@ class EigenSubset:
         return self.kind == "all" or len(self._members(d)) == d
 
     def mask(self, d: int, device: torch.device | str | None = None) -> Tensor:
-        """Boolean (d,), True where an eigenvalue is kept, in descending order.
-
-        Raises:
-            ValueError: if a k is larger than d, or nothing is kept.
-        """
+        """Boolean (d,), True where an eigenvalue is kept, in descending order; raises if k > d or nothing is kept."""
         if not self._members(d):
-            raise ValueError(f"eigenvalue subset '{self}' keeps none of {d} eigenvalues")
+            raise ArgumentError("subset", f"must keep at least one of {d} eigenvalues", str(self))
         return self._test(torch.arange(d, device=device), d)
 
     def relative_gap(self, eigenvalues: Tensor) -> Tensor:
         r"""The smallest :math:`(\lambda_k - \lambda_{k+1})/\lambda_k` over the cuts of this subset, shape (*).
 
-        The derivative of a cut spectrum grows as the inverse of this gap, because the kept subspace itself turns. It is
-        infinite where nothing is cut. A cut between zero eigenvalues cuts nothing and is left out; nan where all cuts
-        do, and where an eigenvalue at a cut is.
+        The derivative of a cut spectrum grows as the inverse of this gap, because the kept subspace turns. The gap is
+        infinite if nothing is cut. Cuts between zero eigenvalues are left out; it is NaN if all cuts are such, or if an
+        eigenvalue at a cut is NaN.
         """
         mask = self.mask(eigenvalues.shape[-1], eigenvalues.device)
         cut = mask[1:] != mask[:-1]

@@ -1,19 +1,16 @@
-"""Heads from a feature map to a vector: one file a family, one registry, torch only."""
+"""Heads from a feature map to a vector: one file per family, one registry, torch only.
 
-# importing a family registers its heads
-from eigengrain.heads import (  # noqa: F401
-    bilinear,
-    compact,
-    covariance,
-    first_order,
-    kernel,
-    low_rank,
-    moment,
-    rank_one,
-    subspace,
-)
-from eigengrain.heads.base import Head
+Importing this package imports every module in its folder, so that a new head needs only one new file.
+"""
+
+from importlib import import_module
+from pkgutil import iter_modules
+
+from eigengrain.heads.base import Head, SpectralHead, Spectrum
 from eigengrain.heads.covariance import CovarianceHead
 from eigengrain.heads.registry import create_head, list_heads, register_head
 
-__all__ = ["CovarianceHead", "Head", "create_head", "list_heads", "register_head"]
+for _module in iter_modules(__path__):
+    import_module(f"{__name__}.{_module.name}")
+
+__all__ = ["CovarianceHead", "Head", "SpectralHead", "Spectrum", "create_head", "list_heads", "register_head"]

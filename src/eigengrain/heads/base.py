@@ -1,20 +1,24 @@
-"""What a head is: a feature map in, a vector out, and the classifier that suits it."""
+"""The contract of a head: a feature map in, a vector out, and the classifier that suits it."""
 
-from collections.abc import Callable
-from typing import ClassVar
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import ClassVar, NamedTuple
 
 from torch import Tensor, nn
 
-from eigengrain.functional.inputs import check_features
+from eigengrain.errors import ArgumentError
+from eigengrain.functional.inputs import check_features, check_integer
+from eigengrain.functional.subsets import EigenSubset
 
 
 class Reduce(nn.Sequential):
     """1 × 1 convolution, batch normalisation and ReLU: fewer channels before a matrix whose size is their square.
 
-    Behind a batch normalisation the length of a filter does not change what comes out, only how far a step of the
-    optimiser turns it: lr over the squared length. torch's own first weights have length 0.6 whatever the channels are.
-    Those that keep the variance of gradients (``fan_out``) have length 4 for 2048 → 256 and hardly turn at the rate of a
-    pretrained backbone.
+    The batch normalisation cancels the length of a filter, so the length only decides how far a step of the optimiser
+    turns the filter: the learning rate over the squared length. torch's default initialisation has length 0.6 for any
+    number of channels. The one that preserves the variance of gradients (``fan_out``) has length 4 for 2048 → 256, and such
+    filters hardly turn at the learning rate of a pretrained backbone.
     """
 
     def __init__(self, in_channels: int, out_channels: int):
@@ -23,57 +27,185 @@ class Reduce(nn.Sequential):
         )
 
 
-class Head(nn.Module):
-    """Base of all heads: ``(B, C, H, W) → (B, out_features)``.
+class ProductForm:
+    """Mixin for modules that can be switched to a form made of matrix products alone, which exports."""
 
-    A subclass sets ``out_features`` in its constructor and writes :meth:`pool`, which sees ``self.channels`` channels.
-    Its output is float32 (float64 for float64 features), whatever autocast says.
+    def use_products(self) -> None:
+        """Switch to the form made of matrix products, as in :meth:`Head.use_products`."""
+        raise NotImplementedError
+
+
+class Head(nn.Module, ProductForm):
+    """Base class of all heads: ``(B, C, H, W) → (B, out_features)``.
+
+    A subclass sets ``out_features`` in its constructor and implements :meth:`pool`, which receives a map with
+    ``self.channels`` channels. Its output is float32 (float64 for float64 features), also under autocast.
 
     Args:
         in_channels: channels of the feature map.
-        reduce: channels that a 1 × 1 convolution leaves before pooling; None leaves the map as it is.
+        reduce: number of channels after a 1 × 1 convolution before pooling; None pools the map as it is.
     """
 
     #: whether the vector grows with the square of the channels, so that ``reduce="auto"`` should reduce wide maps
     quadratic: ClassVar[bool] = True
+    #: whether a map with fewer positions than channels makes the pooled matrix singular
+    rank_sensitive: ClassVar[bool] = False
 
     out_features: int
 
     def __init__(self, in_channels: int, reduce: int | None = None):
         super().__init__()
-        for name, value in (("in_channels", in_channels), ("reduce", reduce)):
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-                raise ValueError(f"{name} must be a whole number of at least 1, got {value!r}")
+        check_integer(in_channels, "in_channels")
+        if reduce is not None:
+            check_integer(reduce, "reduce")
         self.in_channels = in_channels
         self.channels = reduce or in_channels
         self.reduce = Reduce(in_channels, reduce) if reduce else nn.Identity()
 
+    @property
+    def summary(self) -> str:
+        """One phrase for listings; the first sentence of the class docstring unless a subclass overrides it."""
+        paragraph = " ".join((type(self).__doc__ or "").strip().split("\n\n")[0].split())
+        sentence = re.split(r"\.(?:\s|$)|;", paragraph, maxsplit=1)[0]
+        return re.sub(r",?\s*:math:`[^`]*`", "", sentence).strip() or type(self).__name__
+
     def forward(self, x: Tensor) -> Tensor:
-        check_features(x, type(self).__name__)
+        return self.pool(self._reduced(x))
+
+    def _reduced(self, x: Tensor) -> Tensor:
+        check_features(x)
         if x.ndim != 4 or x.shape[1] != self.in_channels:
-            raise ValueError(
-                f"{type(self).__name__} expects a feature map (B, {self.in_channels}, H, W), got {tuple(x.shape)}: "
-                "create the head with in_channels set to the channels of your map"
-            )
-        return self.pool(self.reduce(x))
+            problem = f"must be a feature map (B, {self.in_channels}, H, W) for this {type(self).__name__}"
+            raise ArgumentError("x", problem, tuple(x.shape), "create the head with in_channels set to the channels of x")
+        return self.reduce(x)
 
     def pool(self, x: Tensor) -> Tensor:
         """(B, channels, H, W) → (B, out_features)."""
         raise NotImplementedError
 
     def use_products(self) -> None:
-        """Compute by matrix products alone from now on, so that inference can leave PyTorch; there is no way back.
+        """Compute with matrix products alone from now on, so that the head can run outside PyTorch. There is no way back.
 
-        Most heads do nothing else anyway. One with a decomposition replaces it here, or says why it cannot.
+        Most heads need nothing else. A head with a decomposition overrides this method to replace or refuse it.
 
         Raises:
-            ValueError: with the reason and the remedy, for a head or a setting of it that has no such form.
+            ValueError: if the head, or one of its settings, has no such form.
         """
         for part in self.modules():
-            switch: Callable[[], None] | None = getattr(part, "use_products", None)
-            if part is not self and switch is not None:
-                switch()
+            if part is not self and isinstance(part, ProductForm):
+                part.use_products()
+
+    def no_weight_decay(self) -> set[str]:
+        """Names of the head's parameters that should not decay; none unless a subclass overrides it."""
+        return set()
 
     def classifier(self, num_classes: int) -> nn.Module:
-        """The layer from this head's vector to class scores; linear unless the method has its own."""
+        """The layer from this head's vector to class scores; linear unless a subclass overrides it."""
         return nn.Linear(self.out_features, num_classes)
+
+
+class Spectrum(NamedTuple):
+    """Eigenvalues of a batch (B, d), descending, and the scaling factor s (B,) if the head has one."""
+
+    eigenvalues: Tensor
+    factor: Tensor | None
+
+
+class SpectralHead(Head):
+    """Base class of heads that pool by a function of the eigenvalues of a matrix of the map.
+
+    A subclass sets ``out_features`` in its constructor and implements :meth:`pool`, which keeps only the eigenvalues in
+    ``self.subset``, and :meth:`eigenvalues`. Training telemetry, evaluation of subsets, explanations and the explorer use
+    the members of this class and nothing else.
+
+    Attributes:
+        cut: how a cut spectrum is differentiated, see :func:`eigengrain.functional.spectral_function`.
+        record_spectrum: fill ``last_spectrum`` at each forward pass; see :meth:`recording`.
+        last_spectrum: :class:`Spectrum` of the last recorded forward pass; not part of the state.
+    """
+
+    rank_sensitive = True
+
+    def __init__(self, in_channels: int, reduce: int | None = None):
+        super().__init__(in_channels, reduce)
+        self._subset = EigenSubset.all()
+        self.cut = "exact"
+        self.record_spectrum = False
+        self.last_spectrum: Spectrum | None = None
+
+    @property
+    def selectable(self) -> bool:
+        """Whether a subset of the eigenvalues can be selected with the present settings."""
+        return True
+
+    @property
+    def subset(self) -> EigenSubset:
+        """Eigenvalues that are kept, such as ``"top:206"``; can be set between forward passes.
+
+        Raises:
+            ArgumentError: when set to a subset that does not fit, or on a head that is not :attr:`selectable`.
+        """
+        return self._subset
+
+    @subset.setter
+    def subset(self, value: EigenSubset | str | None) -> None:
+        subset = EigenSubset.parse(value)
+        if not subset.covers(self.channels):
+            subset.mask(self.channels)  # refuses a subset that does not fit
+            if not self.selectable:
+                problem = f"must be 'all' for a head without eigenvalues to select ({self.summary})"
+                raise ArgumentError("subset", problem, str(subset), "use 'mpncov' with solver='auto'")
+        self._subset = subset
+
+    @property
+    def own_subset(self) -> str | None:
+        """The subset as text, or None if it covers all eigenvalues."""
+        return None if self.subset.covers(self.channels) else str(self.subset)
+
+    def eigenvalues(self, reduced: Tensor) -> Tensor:
+        """Eigenvalues (B, channels) of the reduced map: descending, 0 where they are rounding, without gradient."""
+        raise NotImplementedError
+
+    def pool_subsets(
+        self, reduced: Tensor, subsets: Sequence[EigenSubset | str], cut: str | None = None
+    ) -> tuple[list[Tensor], Tensor]:
+        """Pool the reduced map (B, channels, H, W) with each of several subsets, such as ``["all", "top:206"]``.
+
+        ``cut`` is the head's own by default. Returns one vector (B, out_features) per subset, and the eigenvalues as
+        :meth:`eigenvalues` returns them. A subset that does not fit raises ArgumentError.
+        """
+        vectors = []
+        for subset in subsets:
+            with self.keeping(subset, cut):
+                vectors.append(self.pool(reduced))
+        return vectors, self.eigenvalues(reduced)
+
+    def pool_with_spectrum(self, reduced: Tensor) -> tuple[Tensor, Spectrum]:
+        """Pool, and return the spectrum too; a subclass can override it to decompose only once."""
+        return self.pool(reduced), Spectrum(self.eigenvalues(reduced), None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.record_spectrum:
+            return super().forward(x)
+        vector, self.last_spectrum = self.pool_with_spectrum(self._reduced(x))
+        return vector
+
+    @contextmanager
+    def keeping(self, subset: EigenSubset | str | None, cut: str | None = None) -> Iterator[None]:
+        """Keep another subset of the eigenvalues inside a ``with`` block; ``cut=None`` leaves the cut as it is."""
+        before = self._subset, self.cut
+        self.subset = EigenSubset.parse(subset)
+        self.cut = self.cut if cut is None else cut
+        try:
+            yield
+        finally:
+            self._subset, self.cut = before
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Record the spectrum of forward passes inside a ``with`` block, which costs up to one decomposition each."""
+        before, self.record_spectrum = self.record_spectrum, True
+        try:
+            yield
+        finally:
+            self.record_spectrum = before

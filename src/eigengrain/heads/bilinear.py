@@ -1,4 +1,4 @@
-"""Bilinear pooling: the uncentred second moment of the features, and its improved form with a matrix square root."""
+"""Bilinear pooling: the uncentred second moment of the features, and the improved form with a matrix square root."""
 
 import torch
 from torch import Tensor
@@ -18,15 +18,12 @@ class BilinearPooling(Head):
     .. math:: A = \frac1N X X^T, \qquad
        B = \mathrm{sign}(A) \circ \sqrt{|A| + \varepsilon}, \qquad v = \mathrm{vec}(B)/\|B\|_F
 
-    The features are not centred. Every entry off the diagonal comes twice, as published.
+    The features are not centred. Every off-diagonal entry appears twice, as published.
 
     Args:
         in_channels, reduce: as in :class:`Head`.
-        triangle: keep the upper triangle only, C(C+1)/2 numbers instead of C²; the norm is then that of the triangle.
+        triangle: keep only the upper triangle, C(C+1)/2 numbers instead of C²; the norm is then that of the triangle.
         eps: ε under the square root, see :func:`signed_sqrt`.
-
-    Raises:
-        ValueError: if ``eps`` is not positive, or the feature map does not fit.
 
     Example:
         >>> BilinearPooling(2)(torch.tensor([[[[3.0, 0.0]], [[0.0, 4.0]]]]))
@@ -38,9 +35,8 @@ class BilinearPooling(Head):
 
     def __init__(self, in_channels: int, reduce: int | None = None, triangle: bool = False, eps: float = 1e-5):
         super().__init__(in_channels, reduce)
-        check_positive(type(self).__name__, "eps", eps, "the square root has an infinite slope at 0 without it")
-        self.triangle = triangle
-        self.eps = eps
+        check_positive(eps)
+        self.triangle, self.eps = triangle, eps
         self.out_features = self.channels * (self.channels + 1) // 2 if triangle else self.channels**2
 
     def matrix(self, x: Tensor) -> Tensor:
@@ -60,17 +56,16 @@ class ImprovedBilinearPooling(BilinearPooling):
     .. math:: A = \Big(\frac1N X X^T + \rho I\Big)^{1/2}, \qquad
        B = \mathrm{sign}(A) \circ \sqrt{|A| + \varepsilon}, \qquad v = \mathrm{vec}(B)/\|B\|_F
 
-    The second moment is formed and its root taken in float64, with the exact gradient. ρ, a small positive number in the
-    paper, bounds the slope of the root by :math:`1/(2\sqrt\rho)`; it is measured in squared features, so networks whose
-    features are large want a larger one.
+    The second moment and its root are computed in float64, with the exact gradient. ρ, a small positive number in the
+    paper, bounds the slope of the root by :math:`1/(2\sqrt\rho)`; it has the unit of squared features, so networks with
+    large features need a larger one.
 
     Args:
         in_channels, reduce, triangle, eps: as in :class:`BilinearPooling`.
         ridge: ρ.
 
     Raises:
-        ValueError: if ``ridge`` or ``eps`` is not positive, or the feature map does not fit.
-        NonFiniteError: if the features contain NaN or infinity, naming the samples.
+        NonFiniteError: if the features contain NaN or infinity.
 
     Example:
         >>> head = ImprovedBilinearPooling(2, ridge=1e-12)
@@ -82,15 +77,10 @@ class ImprovedBilinearPooling(BilinearPooling):
     """
 
     def __init__(
-        self,
-        in_channels: int,
-        reduce: int | None = None,
-        triangle: bool = False,
-        eps: float = 1e-5,
-        ridge: float = 1e-3,
+        self, in_channels: int, reduce: int | None = None, triangle: bool = False, eps: float = 1e-5, ridge: float = 1e-3
     ):
         super().__init__(in_channels, reduce, triangle, eps)
-        check_positive(type(self).__name__, "ridge", ridge, "the root of a singular matrix has no derivative")
+        check_positive(ridge, "ridge")
         self.ridge = ridge
         self.solver = "eigh"
 
@@ -102,8 +92,8 @@ class ImprovedBilinearPooling(BilinearPooling):
         moment = second_moment(to_compute(x))
         ridge = self.ridge * torch.eye(self.channels, dtype=moment.dtype, device=moment.device)
         root = quintic_sqrt(moment + ridge) if self.solver == "products" else matrix_sqrt(moment + ridge)
-        # Next to a dead channel the root is zero up to rounding. Counted as zero, or the signed root would turn the
-        # rounding's random signs into steps of ±√eps.
+        # Next to a dead channel the root is zero up to rounding. It is set to zero, or the signed root would turn the
+        # random signs of the rounding into steps of ±√eps.
         rounding = self.channels * torch.finfo(root.dtype).eps * root.detach().abs().amax((-2, -1), keepdim=True)
         root = torch.where(root.abs() > rounding, root, 0.0)
         return root.to(x.device, output_dtype(x))

@@ -1,4 +1,4 @@
-"""Kernel pooling: features whose inner products are a Taylor series kernel, up to a given order, summed over an image."""
+"""Kernel pooling: features whose inner products approximate a Taylor series kernel, averaged over an image."""
 
 import math
 
@@ -6,11 +6,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from eigengrain.functional.inputs import check_features, output_dtype
+from eigengrain.errors import ArgumentError
+from eigengrain.functional.inputs import check_features, check_integer, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.layers import check_positive, check_whole_number, smooth_signed_sqrt, unit
+from eigengrain.heads.compact import TensorSketch
+from eigengrain.heads.layers import check_positive, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import TensorSketch
 
 
 def gaussian_coefficients(gamma: float, order: int) -> Tensor:
@@ -28,26 +29,20 @@ def gaussian_coefficients(gamma: float, order: int) -> Tensor:
 
 
 def suggest_gamma(x: Tensor) -> float:
-    r"""The paper's γ for given features: one over their mean inner product within an image, after ℓ2 normalisation.
+    r"""The paper's γ of :class:`KernelPooling` for the features of some images, (B, C, H, W) or (B, C, N).
 
-    Args:
-        x: features of some images, (B, C, H, W) or (B, C, N).
-
-    Returns:
-        γ, for :class:`KernelPooling`; at least 1, because no mean inner product of unit vectors is larger.
-
-    Raises:
-        ValueError: if the mean inner product is zero, which features that are all zero have.
+    It is one over their mean inner product within an image, after ℓ2 normalisation; at least 1, because the mean inner
+    product of unit vectors is at most 1.
 
     Example:
         >>> suggest_gamma(torch.ones(1, 3, 2, 2))
         1.0
     """
-    check_features(x, "suggest_gamma")
+    check_features(x)
     # the mean of all inner products is the squared length of the mean vector
     mean = float(unit(x.detach().double().flatten(2).mT).mean(-2).square().sum(-1).mean())
     if not mean > 0:
-        raise ValueError("suggest_gamma needs features whose mean is not zero in every image: give it more images")
+        raise ArgumentError("x", "must not have a mean of zero in every image", remedy="pass more images")
     return max(1.0, 1 / mean)
 
 
@@ -59,26 +54,22 @@ class KernelPooling(Head):
        \qquad \langle y, y'\rangle \approx
        \frac{1}{N N'} \sum_{n, n'} \sum_{i=0}^{p} \alpha_i^2 \langle x_n, x'_{n'}\rangle^i
 
-    :math:`x_n` are the features at ℓ2 norm 1 (zero stays zero) and :math:`\phi_i` tensor sketches of order i, so the
-    error of the inner product falls as one over the root of the sketches' size. At first α is that of the Gaussian
-    kernel :math:`e^{-\gamma\|x-y\|^2}`, see :func:`gaussian_coefficients`. Signed square root and ℓ2 norm of y follow.
+    :math:`x_n` are the features with ℓ2 norm 1 (zero stays zero) and :math:`\phi_i` tensor sketches of order i, so the
+    error of the inner product falls as one over the root of their size. α is initialised to that of the Gaussian kernel
+    :math:`e^{-\gamma\|x-y\|^2}`, see :func:`gaussian_coefficients`. Signed square root and ℓ2 norm of y follow.
 
-    Orders above 2 need memory for B·N·size numbers, once a factor.
+    Orders above 2 need memory for B·N·size numbers per factor.
 
     Args:
         in_channels, reduce: as in :class:`Head`.
-        order: p, of the series.
-        sizes: lengths of the sketches of order 2 … p: one number for all of them (4096 makes 12,801 at order 4
+        order: p, the order of the series.
+        sizes: lengths of the sketches of order 2 … p: one number for all of them (4096 gives 12,801 features at order 4
             and 512 channels), or p − 1 numbers.
-        gamma: γ of the Gaussian. The paper takes one over the mean inner product of the features, which
-            :func:`suggest_gamma` measures; that is at least 1.
-        learnable: train α together with the network, as the paper proposes; else it stays the Gaussian's.
-        seed: of the sketches, which are saved with the state of the head.
-        eps: under the square root, see :func:`smooth_signed_sqrt`.
-
-    Raises:
-        ValueError: for an order or sizes below 1, a number of sizes other than p − 1, a gamma outside (0, 50], or an eps
-            that is not positive.
+        gamma: γ of the Gaussian. The paper uses one over the mean inner product of the features, at least 1, which
+            :func:`suggest_gamma` computes.
+        learnable: train α together with the network, as in the paper; otherwise it stays fixed.
+        seed: seed of the sketches, which are saved with the state of the head.
+        eps: ε of the square root, see :func:`smooth_signed_sqrt`.
 
     Example:
         >>> KernelPooling(64, sizes=512)(torch.rand(2, 64, 3, 3)).shape
@@ -104,26 +95,20 @@ class KernelPooling(Head):
         eps: float = 1e-6,
     ):
         super().__init__(in_channels, reduce)
-        check_whole_number("kp", "order", order)
+        check_integer(order, "order")
         if not 0 < gamma <= 50:
-            raise ValueError(
-                f"kp: gamma must be above 0 and at most 50, got {gamma!r}: the series of order p stands for the Gaussian "
-                "only while 2·gamma is not much larger than p"
-            )
-        check_positive("kp", "eps", eps, "the square root has an infinite slope at 0 without it")
+            remedy = "a series of order p approximates the Gaussian only if 2·gamma is not much larger than p"
+            raise ArgumentError("gamma", "must be above 0 and at most 50", gamma, remedy)
+        check_positive(eps)
         lengths = list(sizes) if isinstance(sizes, (list, tuple)) else [sizes] * (order - 1)
         if len(lengths) != order - 1:
-            raise ValueError(
-                f"kp of order {order} needs {order - 1} sizes, one for each order from 2 on, got {len(lengths)}: "
-                "give one number for all of them, or as many as there are"
-            )
+            problem = f"must be one number, or {order - 1} numbers for order {order}, one per order from 2 on"
+            raise ArgumentError("sizes", problem, sizes)
         for length in lengths:
-            check_whole_number("kp", "sizes", length)
-        self.order = order
-        self.gamma = gamma
-        self.eps = eps
+            check_integer(length, "sizes")
+        self.order, self.gamma, self.eps = order, gamma, eps
         self.out_features = 1 + self.channels + sum(lengths)
-        # a seed of its own for each order: with a shared one their first factors would collide in the same channels
+        # one seed per order: with a shared seed their first factors would collide in the same channels
         self.sketches = nn.ModuleList(
             TensorSketch(self.channels, length, order=i, seed=seed + i) for i, length in enumerate(lengths, 2)
         )

@@ -1,17 +1,18 @@
-r"""Moment embedding: mean and second moment in one matrix, its square root, and a sketch of that root."""
+"""Moment embedding: mean and second moment in one matrix, its square root, and a sketch of that root."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eigengrain.errors import ArgumentError
 from eigengrain.functional.covariance import triu_vector
 from eigengrain.functional.inputs import output_dtype, to_compute
 from eigengrain.functional.spectral import matrix_power
 from eigengrain.functional.sqrt_covariance import sqrt_covariance
 from eigengrain.heads.base import Head
+from eigengrain.heads.compact import TensorSketch
 from eigengrain.heads.layers import check_positive, second_moment, smooth_signed_sqrt
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import TensorSketch
 
 
 def homogeneous(x: Tensor) -> Tensor:
@@ -22,8 +23,8 @@ def homogeneous(x: Tensor) -> Tensor:
 def moment_root(x: Tensor, solver: str = "auto") -> Tensor:
     r"""Square root of the moment matrix, :math:`(Z Z^T/N)^{1/2}`: features (B, C, …) → (B, C + 1, C + 1).
 
-    With Z and −Z together the mean is zero and the covariance is the moment matrix, so that the root comes from
-    :func:`sqrt_covariance`, whose gradient is bounded at every rank, although Z itself is not centred.
+    Z is not centred, but the mean of Z and −Z together is zero and their covariance is the moment matrix, so that the root
+    comes from :func:`sqrt_covariance`, whose gradient is bounded at every rank.
     """
     z = homogeneous(x)
     return sqrt_covariance(torch.cat([z, -z], -1), solver=solver).to(x.device, output_dtype(x))
@@ -32,7 +33,7 @@ def moment_root(x: Tensor, solver: str = "auto") -> Tensor:
 def moment_fourth_root(x: Tensor) -> Tensor:
     r"""Fourth root of the moment matrix, :math:`(Z Z^T/N)^{1/4}`: features (B, C, …) → (B, C + 1, C + 1).
 
-    Its rows r are features whose sum of :math:`r r^T` is the square root, which is what a sketch needs.
+    Its rows r are features for a sketch: the sum of :math:`r r^T` is the square root.
     """
     return matrix_power(second_moment(homogeneous(x)), 0.25).to(x.device, output_dtype(x))
 
@@ -45,28 +46,25 @@ class MomentEmbedding(Head):
        = \begin{pmatrix} 1 & \mu^T \\ \mu & \frac1N X X^T \end{pmatrix}, \qquad
        y = \phi(M^{1/2}) \;\text{ or }\; \mathrm{triu}(M^{1/2})
 
-    The paper takes the root of the features, :math:`Z = U \Sigma V^T` to :math:`U \Sigma^{1/2} V^T`, and pools after that,
-    so that compact pooling can follow. Derivatives of U and V apart are infinite at equal singular values. The same
-    vector follows from the matrix alone, whose functions have exact and finite ones: a tensor sketch φ is linear in the
-    sum of outer products that it pools, so the rows of :math:`M^{1/4}`, whose sum of outer products is :math:`M^{1/2}`,
-    sketch to the same numbers as the paper's features. Everything spectral is done in float64.
+    The paper takes the root of the features, :math:`Z = U \Sigma V^T` to :math:`U \Sigma^{1/2} V^T`, before pooling, so
+    that compact pooling can follow. The separate derivatives of U and V are infinite at equal singular values. Functions of
+    the matrix have finite ones, and give the same vector: a tensor sketch φ is linear in the sum of outer products that it
+    pools, so the rows of :math:`M^{1/4}`, whose sum of outer products is :math:`M^{1/2}`, have the same sketch as the
+    paper's features. The spectral part is in float64.
 
     Args:
         in_channels, reduce: as in :class:`Head`.
-        compact: sketch the root; else its upper triangle, (C+1)(C+2)/2 numbers, whose entries off the diagonal carry
-            :math:`\sqrt2` so that inner products are those of the whole matrix.
+        compact: sketch the root; otherwise take its upper triangle, (C+1)(C+2)/2 numbers, with off-diagonal entries times
+            :math:`\sqrt2`, so that inner products are those of the whole matrix.
         out_features: length of the sketch, 10,000 when None; only with ``compact``.
-        seed: of the sketch, which is saved with the state of the head.
-        eps: under the elementwise root, see :func:`smooth_signed_sqrt`.
+        seed: seed of the sketch, which is saved with the state of the head.
+        eps: ε of the elementwise root, see :func:`smooth_signed_sqrt`.
 
     Raises:
-        ValueError: for an out_features below 1, or without ``compact``, or an eps that is not positive.
-        NonFiniteError: if the features contain NaN or infinity, naming the samples.
+        NonFiniteError: if the features contain NaN or infinity.
         SecondOrderError: in a second backward pass.
 
     Example:
-        >>> MomentEmbedding(16)(torch.rand(2, 16, 7, 7)).shape
-        torch.Size([2, 10000])
         >>> MomentEmbedding(16, compact=False)(torch.rand(2, 16, 7, 7)).shape
         torch.Size([2, 153])
 
@@ -84,9 +82,9 @@ class MomentEmbedding(Head):
         eps: float = 1e-6,
     ):
         super().__init__(in_channels, reduce)
-        check_positive("monet", "eps", eps, "the square root has an infinite slope at 0 without it")
+        check_positive(eps)
         if out_features is not None and not compact:
-            raise ValueError(f"monet: out_features={out_features} is for the sketch: drop compact=False, or leave it out")
+            raise ArgumentError("out_features", "is the length of the sketch and needs {compact}=True", out_features)
         self.eps = eps
         self.sketch: TensorSketch | None = None
         self.out_features = (self.channels + 1) * (self.channels + 2) // 2

@@ -1,19 +1,20 @@
-"""Bilinear pooling whose leading direction is damped by a rank-one update: matrix–vector products in place of a root."""
+"""Bilinear pooling with a rank-one update that damps the leading direction: matrix–vector products instead of a root."""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from eigengrain.errors import ArgumentError
 from eigengrain.functional.covariance import triu_vector
-from eigengrain.functional.inputs import full_precision, output_dtype
+from eigengrain.functional.inputs import check_integer, full_precision, output_dtype
 from eigengrain.heads.base import Head
-from eigengrain.heads.layers import check_positive, check_whole_number, second_moment, smooth_signed_sqrt, unit
+from eigengrain.heads.compact import TensorSketch
+from eigengrain.heads.layers import check_positive, second_moment, smooth_signed_sqrt, unit
 from eigengrain.heads.registry import register_head
-from eigengrain.heads.sketch import TensorSketch
 
 
 def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: float) -> Tensor:
-    r"""Features with their leading left singular direction damped, as K power iterations find it.
+    r"""Damp the leading left singular direction of features, which K power iterations approximate.
 
     .. math:: v_k = X X^T v_{k-1}, \qquad X' = \Big(I - \epsilon\,\frac{v_K v_K^T}{\|v_K\|^2}\Big) X
 
@@ -21,19 +22,19 @@ def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: f
         x: features (B, C, N), float32 or float64.
         start: :math:`v_0`, (C,) or (B, C).
         iterations: K.
-        epsilon: 0 leaves the features alone, 1 takes the direction out.
+        epsilon: ε; 0 leaves the features unchanged, 1 removes the direction.
 
     Returns:
-        (B, C, N). Where nothing is left but rounding, as with ε = 1 and features of rank one, it is zero.
+        (B, C, N); zero where only rounding is left, as with ε = 1 and features of rank one.
     """
     with full_precision(x):
         v = start.to(x).expand(x.shape[:2])
         for _ in range(iterations):
-            # the lengths cancel in the end; without this they are λ₁ᴷ, which float32 cannot always hold
+            # the lengths cancel in the end; unnormalised they are λ₁ᴷ, which can leave the range of float32
             v = unit((x @ (v.unsqueeze(-2) @ x).mT).squeeze(-1))
         out = x - epsilon * v.unsqueeze(-1) * (v.unsqueeze(-2) @ x)
     before, after = (torch.linalg.vector_norm(t.detach(), dim=(-2, -1), keepdim=True) for t in (x, out))
-    return torch.where(after <= 16 * torch.finfo(x.dtype).eps * before, 0.0, out)  # so that NaN stays NaN
+    return torch.where(after <= 16 * torch.finfo(x.dtype).eps * before, 0.0, out)  # this way round NaN stays NaN
 
 
 @register_head("run")
@@ -44,36 +45,30 @@ class RankOneUpdatePooling(Head):
        B = \frac1N X' X'^T = \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big) \frac{X X^T}{N}
        \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big)
 
-    The features are not centred, so that their largest eigenvalue, mostly that of the mean, towers above the others; a
-    few power iterations find its direction and damp it by 1 − ε. Being a change of the features it also serves compact
-    pooling, where no matrix is left to normalise. Signed square root and ℓ2 norm follow, as in bilinear pooling. The
-    gradient goes through the iterations.
+    The features are not centred, so their largest eigenvalue, mostly that of the mean, is far above the others; a few power
+    iterations find its direction, which is damped by 1 − ε. The update changes the features, so it also works with compact
+    pooling, which has no matrix to normalise. Signed square root and ℓ2 norm follow, as in bilinear pooling. The gradient
+    goes through the iterations.
 
-    **Start.** The method draws :math:`v_0` from a normal distribution in each pass. Here it is one draw, by ``seed``, kept
-    in the state of the head: the same image then has the same vector in training, evaluation and after a checkpoint.
-    ``resample=True`` draws anew for each image in training, from torch's own generator as dropout does; evaluation
-    uses the kept one in any case.
+    **Start.** The paper draws :math:`v_0` from a normal distribution in each pass. Here it is drawn once, from ``seed``,
+    and saved in the state of the head: the same image has the same vector in training, evaluation and after a checkpoint.
+    ``resample=True`` draws a new one for each image in training, from torch's generator as dropout does; evaluation always
+    uses the saved one.
 
     Args:
         in_channels, reduce: as in :class:`Head`.
-        iterations: K, power iterations.
+        iterations: K, number of power iterations.
         epsilon: ε in (0, 1].
-        compact: sketch the second moment (:class:`TensorSketch`) in place of its upper triangle, C(C+1)/2 numbers, whose
-            entries off the diagonal carry :math:`\sqrt2` so that inner products are those of the whole matrix.
+        compact: sketch the second moment (:class:`TensorSketch`) instead of its upper triangle, C(C+1)/2 numbers, with
+            off-diagonal entries times :math:`\sqrt2`, so that inner products are those of the whole matrix.
         out_features: length of the sketch, 8192 when None; only with ``compact``.
-        seed: of :math:`v_0` and of the sketch.
+        seed: seed of :math:`v_0` and of the sketch.
         resample: see above.
-        eps: under the square root, see :func:`smooth_signed_sqrt`.
-
-    Raises:
-        ValueError: for iterations or out_features below 1, out_features without ``compact``, an epsilon outside (0, 1], or
-            an eps that is not positive.
+        eps: ε of the square root, see :func:`smooth_signed_sqrt`.
 
     Example:
         >>> RankOneUpdatePooling(64)(torch.rand(2, 64, 7, 7)).shape
         torch.Size([2, 2080])
-        >>> RankOneUpdatePooling(64, compact=True, out_features=512)(torch.rand(2, 64, 7, 7)).shape
-        torch.Size([2, 512])
 
     References:
         Yu, Cai and Li, Toward Faster and Simpler Matrix Normalization via Rank-1 Update, ECCV 2020.
@@ -94,17 +89,14 @@ class RankOneUpdatePooling(Head):
         eps: float = 1e-6,
     ):
         super().__init__(in_channels, reduce)
-        check_whole_number("run", "iterations", iterations)
+        check_integer(iterations, "iterations")
         if not 0 < epsilon <= 1:
-            raise ValueError(f"run: epsilon must be above 0 and at most 1, got {epsilon!r}: 1 takes the direction out")
-        check_positive("run", "eps", eps, "the square root has an infinite slope at 0 without it")
+            raise ArgumentError("epsilon", "must be above 0 and at most 1, which removes the direction", epsilon)
+        check_positive(eps)
         if out_features is not None and not compact:
-            raise ValueError(f"run: out_features={out_features} is for the sketch: add compact=True, or leave it out")
-        self.iterations = iterations
-        self.epsilon = epsilon
-        self.resample = resample
-        self.eps = eps
-        # drawn on the CPU, so that a seed means the same numbers on every device
+            raise ArgumentError("out_features", "is the length of the sketch and needs {compact}=True", out_features)
+        self.iterations, self.epsilon, self.resample, self.eps = iterations, epsilon, resample, eps
+        # drawn on the CPU, so that a seed gives the same numbers on every device
         start = torch.randn(self.channels, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
         self.register_buffer("start", start.to(torch.get_default_device()))
         self.sketch: TensorSketch | None = None

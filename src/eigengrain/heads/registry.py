@@ -1,13 +1,11 @@
 """Heads by name."""
 
 import inspect
-import re
 from collections.abc import Callable
-from difflib import get_close_matches
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
-from eigengrain.errors import UnknownName, did_you_mean
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.heads.base import Head
 
 Factory = Callable[..., Head]
@@ -17,7 +15,7 @@ _FACTORIES: dict[str, Factory] = {}
 
 
 def register_head(name: str) -> Callable[[F], F]:
-    """Register a head class, or a function that makes one, under a name of its own.
+    """Register a head class, or a function that returns a head, under a new name.
 
     Example:
         >>> @register_head("first-position")
@@ -34,7 +32,7 @@ def register_head(name: str) -> Callable[[F], F]:
 
     def register(factory: F) -> F:
         if name in _FACTORIES:
-            raise ValueError(f"a head named {name!r} is registered already: choose another name")
+            raise ArgumentError("name", "is already the name of a head", name, "choose another name")
         _FACTORIES[name] = factory
         return factory
 
@@ -45,23 +43,24 @@ def list_heads(pattern: str = "*") -> list[str]:
     """Names of the registered heads that match a shell pattern, sorted.
 
     Example:
-        >>> "gap" in list_heads()
-        True
+        >>> list_heads("gm*")
+        ['gmp']
     """
     return sorted(name for name in _FACTORIES if fnmatch(name, pattern))
 
 
 def create_head(name: str, in_channels: int, reduce: int | None = None, **options: Any) -> Head:
-    """A head by name, for a feature map with ``in_channels`` channels.
+    """Create a head by name, for a feature map with ``in_channels`` channels.
 
     Args:
         name: one of :func:`list_heads`.
         in_channels: channels of the feature map.
-        reduce: channels left by a 1 × 1 convolution in front; None for no reduction.
-        options: of the head, see its class.
+        reduce: number of channels after a 1 × 1 convolution; None for no reduction.
+        options: further arguments of the head, see its class.
 
     Raises:
-        ValueError: for an unknown name or an option that the head does not have, with near matches.
+        UnknownName: for an unknown head, or an option that the head does not have.
+        ArgumentError: for an option with a bad value.
 
     Example:
         >>> import torch
@@ -71,11 +70,10 @@ def create_head(name: str, in_channels: int, reduce: int | None = None, **option
     """
     if name not in _FACTORIES:
         raise UnknownName("head", name, list_heads())
-    try:
-        return _FACTORIES[name](in_channels, reduce=reduce, **options)
-    except TypeError as error:
-        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
-        if unknown is None:
-            raise
-        near = get_close_matches(unknown[1], inspect.signature(_FACTORIES[name]).parameters, n=2)
-        raise ValueError(": ".join(filter(None, (f"head {name!r}: got an {unknown[0]}", did_you_mean(near))))) from error
+    parameters = inspect.signature(_FACTORIES[name]).parameters
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        choices = [parameter for parameter in parameters if parameter not in ("in_channels", "reduce")]
+        for option in options:
+            if option not in choices:
+                raise UnknownName(f"option of head {name!r}", option, choices)
+    return _FACTORIES[name](in_channels, reduce=reduce, **options)

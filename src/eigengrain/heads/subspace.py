@@ -3,21 +3,23 @@
 import torch
 from torch import Tensor, nn
 
+from eigengrain.errors import ArgumentError
 from eigengrain.functional.covariance import triu_vector
-from eigengrain.functional.inputs import output_dtype, to_compute
+from eigengrain.functional.eigen import rounding_floor
+from eigengrain.functional.inputs import check_integer, output_dtype, to_compute
 from eigengrain.functional.scalar_functions import ScalarFunction
 from eigengrain.functional.spectral import spectral_function
 from eigengrain.heads.base import Head
-from eigengrain.heads.layers import TriangleClassifier, check_whole_number
+from eigengrain.heads.layers import TriangleClassifier
 from eigengrain.heads.registry import register_head
 
 
 class LeadingSubspace(ScalarFunction):
     r"""1 for the k largest eigenvalues and 0 for the others; :math:`K_{ij} = 1/(\lambda_i - \lambda_j)` across the cut.
 
-    It is the cut spectral function with f = 1 kept, and two cases more. Null eigenvalues count as dropped, because no
-    direction among them is before another. And where the cut separates eigenvalues that are equal to rounding, so that
-    the subspace is not unique and no derivative exists, that pair contributes 0 in place of an infinity.
+    It is the cut spectral function with f = 1, with two special cases. Null eigenvalues count as dropped, because their
+    directions have no order. A pair of eigenvalues on both sides of the cut that are equal up to rounding contributes 0
+    instead of an infinity: the subspace is not unique there, and no derivative exists.
     """
 
     semidefinite = True
@@ -34,8 +36,7 @@ class LeadingSubspace(ScalarFunction):
         kept = self(b)
         rise = kept.mT - kept
         run = a - b
-        level = b.shape[-1] * torch.finfo(b.dtype).eps * b[..., :1]
-        across = (rise != 0) & (run.abs() > level)
+        across = (rise != 0) & (run.abs() > rounding_floor(b))
         return torch.where(across, rise / torch.where(across, run, 1.0), 0.0)
 
 
@@ -44,8 +45,8 @@ class SubspaceClassifier(TriangleClassifier):
 
     .. math:: f_c = \|W_c^T U_k\|_F^2 + b_c = \langle W_c W_c^T,\; U_k U_k^T \rangle + b_c, \qquad W_c \in R^{C \times r}
 
-    The second form is how it is computed: a linear classifier of the projector whose matrices have rank r, with C·r
-    numbers a class in place of C(C+1)/2. Weights need not be orthonormal: their lengths are the scale of the scores.
+    It is computed in the second form: a linear classifier of the projector whose matrices have rank r, with C·r numbers per
+    class instead of C(C+1)/2. Weights need not be orthonormal: their lengths are the scale of the scores.
 
     Args:
         channels: C, the size of the projector.
@@ -54,26 +55,10 @@ class SubspaceClassifier(TriangleClassifier):
 
     Shape:
         the vector of :class:`GrassmannPooling`, (..., C(C+1)/2) → (..., num_classes). ``basis`` is (num_classes, r, C).
-
-    Raises:
-        ValueError: for sizes below 1, or a vector that does not fit.
-
-    Example:
-        >>> head = GrassmannPooling(in_channels=8, k=2)
-        >>> SubspaceClassifier(8, num_classes=5, rank=2)(head(torch.rand(3, 8, 4, 4))).shape
-        torch.Size([3, 5])
     """
 
-    of = "projector"
-
-    def __init__(self, channels: int, num_classes: int, rank: int):
-        super().__init__(channels, num_classes, rank)
-        self.basis = nn.Parameter(torch.empty(num_classes, rank, channels))
-        self.reset_parameters()
-
-    def reset_parameters(self) -> None:
-        nn.init.normal_(self.basis, std=self.channels**-0.5)  # vectors of unit length on average
-        nn.init.zeros_(self.bias)
+    parameter = "basis"
+    basis: nn.Parameter
 
     def forms(self, dtype: torch.dtype) -> Tensor:
         basis = self.basis.to(dtype)
@@ -86,27 +71,24 @@ class GrassmannPooling(Head):
 
     .. math:: X = U \Sigma V^T \in R^{C \times N}, \qquad v = \mathrm{triu}(U_k U_k^T)
 
-    The features are not centred and their singular values are gone, so v does not change when they are scaled.
-    Off-diagonal entries carry a factor :math:`\sqrt2`, which makes inner products of two vectors the projection kernel
+    The features are not centred and their singular values are dropped, so v does not depend on their scale. Off-diagonal
+    entries have a factor :math:`\sqrt2`, which makes the inner product of two vectors the projection kernel
     :math:`\|U_k^T U_k'\|_F^2`, the sum of squared cosines of the principal angles; :math:`\|v\|^2 = k`.
 
-    **Gradient.** It is the exact one of the projector, a spectral function of :math:`X X^T` that is cut after k:
-    :math:`1/(\lambda_i - \lambda_j)` for i kept and j dropped, and 0 otherwise. Nothing bounds it: it grows as one over
-    :math:`\lambda_k - \lambda_{k+1}`, because the subspace itself turns faster the closer the two are; where they are
-    equal it is not unique. Eigenvalues apart by less than rounding, :math:`C\,\varepsilon\,\lambda_1`, count as equal, and
-    that pair contributes 0. Clip gradients in training; :meth:`EigenSubset.relative_gap` measures how close a cut is.
+    **Gradient.** It is the exact gradient of the projector, a spectral function of :math:`X X^T` that is cut after k:
+    :math:`1/(\lambda_i - \lambda_j)` for i kept and j dropped, and 0 otherwise. It is unbounded: it grows as one over
+    :math:`\lambda_k - \lambda_{k+1}`, because the subspace turns faster the closer the two are, and is not unique where
+    they are equal. Eigenvalues that differ by less than rounding, :math:`C\,\varepsilon\,\lambda_1`, count as equal, and
+    their pair contributes 0. Clip gradients in training; :meth:`EigenSubset.relative_gap` measures how close a cut is.
     Features of rank below k (fewer than k positions, dead channels) give the projector onto their whole span.
 
     Args:
-        in_channels: channels of the feature map.
-        reduce: channels left by a 1 × 1 convolution in front.
+        in_channels, reduce: as in :class:`Head`.
         k: dimension of the subspace; 16, but at most half the channels, when None.
         class_rank: factorise the classifier, with a subspace of this dimension for each class, see
             :class:`SubspaceClassifier`; None gives a linear layer on v.
 
     Raises:
-        ValueError: for a k that is not below the number of channels, where the projector is the identity whatever the
-            features are, or a class_rank outside 1 … channels.
         SecondOrderError: in a second backward pass.
 
     Example:
@@ -122,30 +104,26 @@ class GrassmannPooling(Head):
     def __init__(self, in_channels: int, reduce: int | None = None, k: int | None = None, class_rank: int | None = None):
         super().__init__(in_channels, reduce)
         self.k = max(1, min(16, self.channels // 2)) if k is None else k
-        check_whole_number("gp", "k", self.k)
+        check_integer(self.k, "k")
         if self.k >= self.channels:
-            raise ValueError(
-                f"gp needs k below the number of channels, got k={self.k} of {self.channels}: the projector onto all "
-                "channels is the identity, whatever the features are"
-            )
+            problem = f"must be below the {self.channels} channels, where the projector is the identity"
+            raise ArgumentError("k", problem, self.k)
         if class_rank is not None:
-            check_whole_number("gp", "class_rank", class_rank)
+            check_integer(class_rank, "class_rank")
             if class_rank > self.channels:
-                raise ValueError(f"gp needs a class_rank of at most {self.channels} (the channels), got {class_rank}")
+                raise ArgumentError("class_rank", f"must be at most {self.channels}, the number of channels", class_rank)
         self.class_rank = class_rank
         self.out_features = self.channels * (self.channels + 1) // 2
 
     def projector(self, x: Tensor) -> Tensor:
-        """(B, channels, …) → (B, channels, channels), symmetric and idempotent, of rank k at most."""
+        """(B, channels, …) → (B, channels, channels), symmetric and idempotent, of rank at most k."""
         features = to_compute(x.flatten(2))
-        # beyond the number of positions every eigenvalue is null, whatever rounding leaves there
+        # beyond the number of positions every eigenvalue is null up to rounding
         leading = LeadingSubspace(min(self.k, features.shape[-1]))
         return spectral_function(features @ features.mT, leading).to(x.device, output_dtype(x))
 
     def use_products(self) -> None:
-        raise ValueError(
-            "its leading subspace is made of eigenvectors, for which no runtime has a solver: use another head"
-        )
+        raise ArgumentError("head", "needs eigenvectors, for which no runtime has a solver", "gp", "use another head")
 
     def pool(self, x: Tensor) -> Tensor:
         return triu_vector(self.projector(x), isometric=True)

@@ -1,6 +1,6 @@
-"""CUDA graphs for functions that are many small kernels: the launches are recorded once and replayed.
+"""CUDA graphs for functions made of many small kernels: the launches are recorded once and replayed.
 
-At a batch of 10 matrices of size 256 the products of a square root take less time on an H200 than their launches.
+For a batch of 10 matrices of size 256 on an H200 the products of a square root take less time than their launches.
 """
 
 import functools
@@ -18,15 +18,15 @@ F = TypeVar("F", bound=Callable[..., Any])
 A = TypeVar("A")
 B = TypeVar("B")
 
-#: shapes remembered by each function; a training run needs two, its batch and the last smaller one
+#: shapes remembered by each function; a training run needs two: its batch, and the smaller last one
 _REMEMBERED = 4
-#: a shape is recorded when it comes for the third time: what is seen once or twice is not worth the memory
+#: a shape is recorded at its third call: one or two calls are not worth the memory
 _WORTH_IT = 2
 
 
 @functools.cache
 def _pool(device: torch.device, stream: int) -> Any:
-    """Memory that recordings of a stream share: they run one after the other, and their outputs are copied at once."""
+    """Memory shared by the recordings of a stream: they run one after the other, and their outputs are copied at once."""
     return torch.cuda.graph_pool_handle()
 
 
@@ -36,18 +36,18 @@ class _Recording:
     def __init__(self, function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]):
         device = tensors[0].device
         current = torch.cuda.current_stream(device)
-        # an evaluation may come first, and what is made in its inference mode could not be written by a training
+        # an evaluation may come first, and training could not write to tensors made in its inference mode
         with torch.inference_mode(False), torch.no_grad():
             self.inputs = tuple(t.clone() for t in tensors)
             stream = torch.cuda.Stream(device)
             stream.wait_stream(current)
-            with torch.cuda.stream(stream):  # libraries make their workspaces before the capture, not in it
+            with torch.cuda.stream(stream):  # libraries must allocate their workspaces before the capture
                 function(*self.inputs, **options)
             current.wait_stream(stream)
             self.graph = torch.cuda.CUDAGraph()
-            # other threads, such as one that pins the next batch, may go on while this one records
-            how = {"pool": _pool(device, current.cuda_stream), "capture_error_mode": "thread_local"}
-            with torch.cuda.device(device), torch.cuda.graph(self.graph, **how):
+            # thread_local: other threads, such as one that pins the next batch, may call CUDA during the capture
+            options_of_graph = {"pool": _pool(device, current.cuda_stream), "capture_error_mode": "thread_local"}
+            with torch.cuda.device(device), torch.cuda.graph(self.graph, stream=stream, **options_of_graph):
                 self.outputs = function(*self.inputs, **options)
 
     def replay(self, tensors: tuple[Tensor, ...]) -> Any:
@@ -58,11 +58,12 @@ class _Recording:
 
 
 def replayed(function: F) -> F:
-    """Record and replay a function of CUDA tensors without side effects, shape by shape; elsewhere just call it.
+    """Record and replay a function of CUDA tensors without side effects, one recording per shape.
 
-    It is called plainly while compiling, under ``torch.func`` transforms, and inside a capture of the caller's own.
+    The function is called directly for other tensors, while compiling, under ``torch.func`` transforms, and inside a
+    capture by the caller.
     """
-    seen: OrderedDict[Any, _Recording | int | None] = OrderedDict()  # None: it could not be recorded
+    seen: OrderedDict[Any, _Recording | int | None] = OrderedDict()  # calls so far, or the recording; None if it failed
 
     @functools.wraps(function)
     def call(*tensors: Tensor, **options: Any) -> Any:
@@ -71,22 +72,24 @@ def replayed(function: F) -> F:
         shapes = tuple((t.shape, t.dtype) for t in tensors)
         device = tensors[0].device
         key = (device, torch.cuda.current_stream(device).cuda_stream, shapes, tuple(options.items()))
-        known = seen.pop(key, 0)
-        if isinstance(known, int):
-            known = known + 1 if known < _WORTH_IT else _record(function, tensors, options)
-        seen[key] = known
+        entry = seen.pop(key, 0)
+        if isinstance(entry, int):
+            entry = entry + 1 if entry < _WORTH_IT else _record(function, tensors, options)
+        seen[key] = entry
         if len(seen) > _REMEMBERED:
             seen.popitem(last=False)
-        return known.replay(tensors) if isinstance(known, _Recording) else function(*tensors, **options)
+        if isinstance(entry, _Recording):
+            return entry.replay(tensors)
+        return function(*tensors, **options)
 
     return cast(F, call)
 
 
-def side_by_side(first: Callable[[], A], second: Callable[[], B], where: Tensor) -> tuple[A, B]:
-    """Results of both; in a recording on CUDA they do not wait for each other, and fill the device together."""
-    if not where.is_cuda or torch.compiler.is_compiling() or not torch.cuda.is_current_stream_capturing():
+def side_by_side(first: Callable[[], A], second: Callable[[], B], device_of: Tensor) -> tuple[A, B]:
+    """Results of both functions; in a recording on CUDA they run concurrently on the device of a tensor."""
+    if not device_of.is_cuda or torch.compiler.is_compiling() or not capturing(device_of.device):
         return first(), second()
-    stream, beside = torch.cuda.current_stream(where.device), torch.cuda.Stream(where.device)
+    stream, beside = torch.cuda.current_stream(device_of.device), torch.cuda.Stream(device_of.device)
     beside.wait_stream(stream)
     with torch.cuda.stream(beside):
         other = second()
@@ -98,10 +101,16 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B], where: Tensor)
 def _record(function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Recording | None:
     try:
         return _Recording(function, tensors, options)
-    except RuntimeError as error:  # no memory for it, or a library that cannot be captured
+    except RuntimeError as error:  # out of memory, or a library that cannot be captured
         warnings.warn(f"CUDA graph not recorded, kernels are launched one by one ({error})", stacklevel=3)
         return None
 
 
 def _recordable(tensor: Tensor) -> bool:
-    return tensor.is_cuda and not in_transform(tensor) and not torch.cuda.is_current_stream_capturing()
+    return tensor.is_cuda and not in_transform(tensor) and not capturing(tensor.device)
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether the current stream of a device, which need not be the current device, is being captured."""
+    with torch.cuda.device(device):
+        return torch.cuda.is_current_stream_capturing()

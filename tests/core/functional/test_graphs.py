@@ -1,0 +1,124 @@
+"""CUDA helpers with CUDA itself replaced; test_cuda.py tests them on a device."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from eigengrain.functional._cuda import cusolver, graphs
+
+
+class Recording:
+    made = 0
+
+    def __init__(self, function, tensors, options):
+        type(self).made += 1
+        self.function, self.options = function, options
+
+    def replay(self, tensors):
+        return self.function(*tensors, **self.options)
+
+
+@pytest.fixture
+def recorder(monkeypatch):
+    Recording.made = 0
+    monkeypatch.setattr(graphs, "_Recording", Recording)
+    monkeypatch.setattr(graphs, "_recordable", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: type("Stream", (), {"cuda_stream": 0}))
+    calls = []
+
+    @graphs.replayed
+    def double(x, *, times=2):
+        calls.append(len(x))
+        return times * x
+
+    return double
+
+
+def test_a_shape_is_recorded_at_its_third_call(recorder):
+    for turn in range(5):
+        assert torch.equal(recorder(torch.ones(3)), torch.full((3,), 2.0))
+        assert Recording.made == (turn >= 2)
+
+
+def test_each_shape_and_option_has_its_own_recording(recorder):
+    for _ in range(4):
+        assert torch.equal(recorder(torch.ones(3), times=5), torch.full((3,), 5.0))
+        assert torch.equal(recorder(torch.ones(3), times=7), torch.full((3,), 7.0))
+        assert torch.equal(recorder(torch.ones(4), times=5), torch.full((4,), 5.0))
+    assert Recording.made == 3
+
+
+def test_the_oldest_shapes_are_forgotten(recorder):
+    for size in range(1, 8):
+        for _ in range(3):
+            recorder(torch.ones(size))
+    assert Recording.made == 7
+    recorder(torch.ones(7))
+    assert Recording.made == 7
+    for _ in range(3):
+        recorder(torch.ones(1))
+    assert Recording.made == 8
+
+
+def test_failed_recordings_warn_and_call_the_function(recorder, monkeypatch):
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(graphs._Recording, "__init__", fail)
+    recorder(torch.ones(2))
+    recorder(torch.ones(2))
+    with pytest.warns(UserWarning, match=r"not recorded, kernels are launched one by one \(out of memory\)"):
+        assert torch.equal(recorder(torch.ones(2)), torch.full((2,), 2.0))
+    assert torch.equal(recorder(torch.ones(2)), torch.full((2,), 2.0))
+
+
+def test_on_the_cpu_the_function_is_called():
+    plain = graphs.replayed(lambda x: x + 1)
+    assert torch.equal(plain(torch.zeros(2)), torch.ones(2))
+
+
+def test_the_device_of_the_tensors_is_used(monkeypatch):
+    """Tensors on cuda:1 are captured on a stream of cuda:1 although the current device is another."""
+    second = torch.device("cuda", 1)
+    entered, captured = [], {}
+
+    class Stream:
+        cuda_stream = 0
+
+        def __init__(self, device):
+            self.device = device
+
+        def wait_stream(self, other):
+            assert other.device == self.device
+
+    def capture(graph, **options):
+        captured.update(options)
+        return nullcontext()
+
+    for name, fake in {
+        "Stream": Stream,
+        "current_stream": Stream,
+        "stream": lambda stream: nullcontext(),
+        "device": lambda device: entered.append(device) or nullcontext(),
+        "CUDAGraph": object,
+        "graph": capture,
+        "graph_pool_handle": lambda: (0, 0),
+        "is_current_stream_capturing": lambda: entered[-1] == second,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, fake)
+    tensor = SimpleNamespace(device=second)
+    tensor.clone = lambda: tensor
+    graphs._Recording(lambda x: x, (tensor,), {})
+    assert captured["stream"].device == second
+    assert entered == [second]
+    assert graphs.capturing(second)
+    assert not graphs.capturing(torch.device("cuda", 0))
+
+
+def test_cusolver_status_is_checked(monkeypatch):
+    monkeypatch.setattr(cusolver, "_library", lambda: {"good": lambda *arguments: 0, "bad": lambda *arguments: 7})
+    cusolver._call("good", 1)
+    with pytest.raises(RuntimeError, match=r"bad .* 7"):
+        cusolver._call("bad")

@@ -1,0 +1,125 @@
+"""Matrix products against 60-digit arithmetic, SciPy and the eigenbasis."""
+
+import mpmath
+import pytest
+import scipy.linalg
+import torch
+from spectral_cases import F64, log_spectrum, matrix, relative
+
+from eigengrain.errors import ArgumentError
+from eigengrain.functional import (
+    covariance,
+    isqrt_covariance,
+    matrix_log,
+    matrix_products,
+    matrix_sqrt,
+    sqrt_covariance,
+)
+from eigengrain.functional.newton_schulz import _isqrt_forward, _IsqrtRoot, log_products
+
+
+@pytest.mark.parametrize(
+    "coefficients, start",
+    [
+        (matrix_products.QUINTIC, mpmath.mpf("1e-6")),
+        (matrix_products.QUINTIC_AFTER_NEWTON, 0.999 / mpmath.mpf(matrix_products._NEWTON_LARGEST)),
+    ],
+)
+def test_coefficients_are_minimax(coefficients, start):
+    """Remez exchange in 60 digits: max |1 − x h(x²)| is equal at both ends and both inner extrema."""
+    low, high = start, mpmath.mpf(1)
+    for c0, c1, c2 in coefficients[:-2]:
+        inner = [low + (high - low) * mpmath.mpf("0.3"), low + (high - low) * mpmath.mpf("0.75")]
+        for _ in range(100):
+            points = [low, *inner, high]
+            rows = mpmath.matrix([[x, x**3, x**5, (-1) ** i] for i, x in enumerate(points)])
+            a, b, c, error = mpmath.lu_solve(rows, mpmath.matrix([1, 1, 1, 1]))
+            root = mpmath.sqrt(9 * b * b - 20 * a * c)
+            moved = sorted(mpmath.sqrt((-3 * b + s * root) / (10 * c)) for s in (-1, 1))
+            done = sum(abs(x - y) for x, y in zip(inner, moved, strict=True)) < 1e-25
+            inner = moved
+            if done:
+                break
+        for ours, exact in zip((c0, c1, c2), (a, b, c), strict=True):
+            assert abs(ours - exact) <= 1e-12 * abs(exact)
+        low, high = 1 - abs(error), 1 + abs(error)
+    assert abs(error) < 2e-4  # from here two steps of the third order reach rounding: 2e-4 → 1e-12 → 0
+
+
+def test_the_newton_step_leaves_the_range_that_its_coefficients_are_for():
+    x = torch.logspace(-6.9, 0, 1000, dtype=F64)
+    x = torch.cat([x.clamp_min(1 / matrix_products._NULL_INVERSE), torch.ones(1, dtype=F64)])
+    after = (
+        (matrix_products._NEWTON_SCALE * x + 1 / (matrix_products._NEWTON_SCALE * x)) / 2 / matrix_products._NEWTON_LARGEST
+    )
+    assert after.max() <= 1 / matrix_products._NEWTON_MARGIN + 1e-12
+    assert after.min() >= 0.999 / matrix_products._NEWTON_LARGEST
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_features_with_few_active_positions_keep_the_bound(seed):
+    """Rounding makes null eigenvalues negative, which the inverse root enlarges: the margin above 1 must suffice."""
+    generator = torch.Generator().manual_seed(seed)
+    d, n = 64, 196
+    x = torch.randn(16, d, n, generator=generator) * (torch.rand(16, 1, n, generator=generator) < 0.02 * (1 + seed))
+    x = x.requires_grad_()
+    g = torch.randn(16, d, d, generator=generator)
+    (dx,) = torch.autograd.grad(sqrt_covariance(x, solver="products"), x, g)
+    ratio = dx.flatten(1).norm(dim=1) / g.flatten(1).norm(dim=1) / (2 / n) ** 0.5
+    assert ratio.max() <= 1 + 1e-5
+
+
+@pytest.mark.parametrize("kappa", [1e2, 1e8, 1e12])
+def test_lyapunov_against_scipy(kappa):
+    p = matrix(log_spectrum(16, kappa), seed=1, batch=2) * 3
+    g = torch.randn(2, 16, 16, dtype=F64, generator=torch.Generator().manual_seed(1))
+    g = g + g.mT
+    q = matrix_sqrt(p)
+    exact = torch.stack(
+        [torch.from_numpy(scipy.linalg.solve_continuous_lyapunov(a, b)) for a, b in zip(q.numpy(), g.numpy(), strict=True)]
+    )
+    assert relative(matrix_products.lyapunov(matrix_products.roots(p), g), exact) <= max(1e-11, 1e-18 * kappa)
+
+
+@pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e5, 1e6])
+def test_exponential_by_products(scale):
+    p = matrix(log_spectrum(6, 1e12), seed=2, batch=2) * scale
+    expected = torch.stack([torch.from_numpy(scipy.linalg.expm(-2 * a.numpy())) for a in p])
+    # scaling by 2^m costs SciPy m binary digits as well: the eigenbasis is the tighter reference
+    values, u = torch.linalg.eigh(p)
+    exact = (u * torch.exp(-2 * values).unsqueeze(-2)) @ u.mT
+    bound = max(1e-13, 4e-16 * scale)
+    assert relative(matrix_products.exp_minus_twice(p), exact) <= bound
+    assert relative(matrix_products.exp_minus_twice(p), expected) <= 10 * bound
+
+
+def test_exponential_is_nan_beyond_its_range():
+    p = torch.eye(2, dtype=F64)[None] * 1e9
+    assert matrix_products.exp_minus_twice(p).isnan().all()
+
+
+@pytest.mark.parametrize("scale", [1e-6, 1.0, 1e4])
+@pytest.mark.parametrize("d, kappa, bound", [(12, 1e1, 1e-9), (12, 1e3, 1e-9), (12, 1e6, 1e-9), (128, 1e10, 2e-8)])
+def test_logarithm_by_products(d, kappa, bound, scale):
+    p = matrix(log_spectrum(d, kappa).square(), seed=4, batch=2) * scale
+    assert relative(log_products(p), matrix_log(p)) < bound
+    with pytest.raises(ArgumentError) as error:
+        log_products(p.requires_grad_())
+    assert error.value.argument == "P"
+
+
+@pytest.mark.parametrize("steps", [1, 2, 3, 5])
+@pytest.mark.parametrize("case", ["generic", "short rank", "constant"])
+def test_newton_schulz_from_features_is_the_composition(case, steps):
+    """The layer that CUDA replays, called directly, against covariance and iteration by autograd."""
+    x = {"generic": torch.randn(2, 5, 3, 4), "short rank": torch.randn(2, 5, 4), "constant": torch.ones(2, 5, 4)}[case]
+    x = x.double().requires_grad_()
+    g = torch.randn(2, 5, 5, dtype=F64)
+    q = isqrt_covariance(x, steps)
+    (expected,) = torch.autograd.grad(q, x, g)
+    y = x.detach().requires_grad_()
+    p = covariance(y, dtype=F64)
+    q2, *saved = _isqrt_forward(p.detach(), steps=steps)
+    assert torch.allclose(q2, q, atol=1e-14)
+    attached = _IsqrtRoot.apply(p, q2, *saved)
+    assert torch.allclose(torch.autograd.grad(attached, y, g)[0], expected, atol=1e-13)

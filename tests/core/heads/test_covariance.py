@@ -1,0 +1,239 @@
+"""The covariance head and its settings against NumPy, sample by sample."""
+
+import numpy as np
+import pytest
+import scipy.linalg
+import torch
+from spectral_cases import F64, generator, refused
+
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.functional import GradientRule
+from eigengrain.heads import CovarianceHead, create_head
+from eigengrain.heads.covariance import SYSTEMS
+
+D = 5
+X = torch.randn(3, D, 4, 6, dtype=F64, generator=generator(0)) * 0.8
+
+
+def naive_root(name, p):
+    eye = np.eye(len(p))
+    if name == "mpncov":
+        return np.real(scipy.linalg.sqrtm(p))
+    if name == "logcov":
+        return scipy.linalg.logm(p + 1e-3 * np.trace(p) / len(p) * eye)
+    if name == "isqrt":
+        y, z = p / np.trace(p), eye
+        for _ in range(5):
+            t = (3 * eye - z @ y) / 2
+            y, z = y @ t, t @ z
+        return y * np.sqrt(np.trace(p))
+    norm = np.linalg.norm(p)
+    lam, u = np.linalg.eigh(p / norm)
+    z = 1 - lam
+    if name == "mtp":
+        term, root = np.ones_like(z), np.ones_like(z)
+        for k in range(1, 11):
+            term = term * z * (k - 1.5) / k
+            root = root + term
+    else:  # the [5/5] approximant as a continued product of its partial fractions
+        angles = np.arange(1, 6) * np.pi / 11
+        root = 1 - sum(2 / 11 * np.sin(t) ** 2 * z / (1 - np.cos(t) ** 2 * z) for t in angles)
+    return (u * root) @ u.T * np.sqrt(norm)
+
+
+def naive(name, x, seb, path="both", factor="qs"):
+    rows = []
+    for item in x.flatten(2).numpy():
+        p = np.cov(item, bias=True)
+        q = naive_root(name, p)
+        if seb:
+            root, decay = np.real(scipy.linalg.sqrtm(p)), scipy.linalg.expm(-p)
+            s = {"qs": root @ decay.T, "q": root, "s": decay}[factor]
+            q = (np.linalg.norm(s) + (path == "both")) * q
+        rows.append(q[np.triu_indices(D)])
+    return torch.from_numpy(np.stack(rows))
+
+
+@pytest.mark.parametrize("seb", [False, True])
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_forward(name, seb):
+    head = create_head(name + "+seb" * seb, D)
+    assert head.out_features == D * (D + 1) // 2
+    assert sum(p.numel() for p in head.parameters()) == 0
+    assert torch.allclose(head(X), naive(name, X, seb), rtol=1e-9, atol=1e-10)
+
+
+@pytest.mark.parametrize("path", ["both", "scaled"])
+@pytest.mark.parametrize("factor", ["qs", "q", "s"])
+def test_paths_and_factors(factor, path):
+    head = create_head("mpncov+seb", D, path=path, factor=factor)
+    assert torch.allclose(head(X), naive("mpncov", X, True, path, factor), rtol=1e-10, atol=1e-12)
+
+
+def test_constant_factor():
+    assert torch.allclose(create_head("mpncov+seb", D, factor="constant")(X), 100 * create_head("mpncov", D)(X))
+
+
+@pytest.mark.parametrize("factor", ["mlp-eigenvalues", "mlp-matrix"])
+def test_learned_factors(factor):
+    torch.manual_seed(0)
+    head = create_head("mpncov+seb", D, factor=factor).double()
+    plain = create_head("mpncov", D)(X)
+    scale = head(X) / plain
+    assert torch.allclose(scale, scale[:, :1].expand_as(scale), rtol=1e-9)  # one number per sample …
+    assert (scale >= 1 - 1e-12).all()  # … ReLU(MLP) + 1
+    roots = {"mlp-eigenvalues": torch.linalg.eigvalsh(create_head("mpncov", D).matrix(X)).flip(-1), "mlp-matrix": plain}
+    assert torch.allclose(head.learned_factor.mlp(roots[factor]).squeeze(-1) + 1, scale[:, 0], rtol=1e-9)
+    x = X.clone().requires_grad_()
+    assert torch.autograd.gradcheck(head, x)
+
+
+def replica(module):
+    """As in a replica of DataParallel: parameters are plain tensors that the module does not list."""
+    copy = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        setattr(copy, name, replica(child))
+    for name, parameter in module._parameters.items():
+        setattr(copy, name, None if parameter is None else parameter.clone())
+    return copy
+
+
+@pytest.mark.parametrize("factor", ["mlp-eigenvalues", "mlp-matrix"])
+def test_learned_factors_in_a_replica(factor):
+    head = create_head("mpncov+seb", D, factor=factor, reduce=3).eval()
+    copy = replica(head)
+    assert not list(copy.parameters())
+    assert torch.equal(copy(X.float()), head(X.float()))
+
+
+@pytest.mark.parametrize("name", [n + s for n in SYSTEMS for s in ("", "+seb")])
+def test_gradcheck(name):
+    x = (torch.randn(1, 3, 3, 4, dtype=F64, generator=generator(1))).requires_grad_()
+    # MPA and MTP have the published gradient: that of the true root, which their value approximates
+    loose = {"atol": 0.05, "rtol": 0.05} if name.startswith(("mpa", "mtp")) else {}
+    assert torch.autograd.gradcheck(create_head(name, 3), x, **loose)
+
+
+def test_subsets_may_change_between_passes():
+    head = create_head("mpncov", D)
+    whole = head(X)
+    head.subset = "top:2"
+    top = head(X)
+    head.subset = "~(top:2)"
+    assert torch.allclose(top + head(X), whole, atol=1e-13)
+    head.subset = None
+    assert torch.equal(head(X), whole)
+
+
+def test_settings_compose():
+    power = CovarianceHead(D, normalise="power", power=0.3)(X)
+    lam, u = np.linalg.eigh(np.cov(X[0].flatten(1).numpy(), bias=True))
+    assert np.allclose(power[0].numpy(), ((u * lam**0.3) @ u.T)[np.triu_indices(D)])
+    raw = CovarianceHead(D, normalise="none", isometric=True)(X)
+    assert torch.allclose(raw.norm(dim=1)[0], torch.tensor(np.linalg.norm(lam)))
+    products = create_head("mpncov+seb", D, solver="products")(X)
+    assert torch.allclose(products, create_head("mpncov+seb", D)(X), rtol=1e-9)
+    logarithm = create_head("logcov", D, solver="products")(X)
+    assert torch.allclose(logarithm, create_head("logcov", D)(X), rtol=1e-9)
+    rule = create_head("mpncov+seb", D, gradient=GradientRule("taylor", degree=9))
+    assert torch.allclose(rule(X), create_head("mpncov+seb", D)(X), rtol=1e-9)
+
+
+def test_reduction_adds_exactly_a_convolution_and_a_norm():
+    head = create_head("mpncov+seb", 16, reduce=4)
+    assert sum(p.numel() for p in head.parameters()) == 16 * 4 + 2 * 4
+    assert head.out_features == 10
+    assert head(torch.randn(2, 16, 5, 5)).shape == (2, 10)
+
+
+def test_spectrum_is_recorded_on_request_only():
+    head = create_head("mpncov+seb", D)
+    head(X)
+    assert head.last_spectrum is None
+    head.record_spectrum = True
+    for name in ("mpncov+seb", "isqrt+seb"):
+        head = create_head(name, D)
+        head.record_spectrum = True
+        head(X)
+        expected = torch.stack([torch.linalg.eigvalsh(torch.cov(x.flatten(1), correction=0)).flip(-1) for x in X])
+        assert torch.allclose(head.last_spectrum.eigenvalues, expected)
+        assert torch.allclose(head.last_spectrum.factor, (expected * torch.exp(-2 * expected)).sum(1).sqrt())
+        assert not [k for k in head.state_dict() if "spectrum" in k]
+
+
+def test_constant_maps_are_finite_for_every_system():
+    for name in SYSTEMS:
+        for branch in ("", "+seb"):
+            x = torch.full((2, D, 3, 3), 0.7, requires_grad=True)
+            y = create_head(name + branch, D)(x)
+            y.sum().backward()
+            assert y.isfinite().all()
+            assert x.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "call, subject",
+    [
+        (lambda: create_head("mpnocv", 4), "head"),
+        (lambda: create_head("mpncov", 4, step=3), "option of head 'mpncov'"),
+        (lambda: create_head("mpncov", 4, normalise="sqr"), "normalisation"),
+        (lambda: create_head("mpncov+seb", 4, factor="mlp"), "scaling factor"),
+        (lambda: create_head("mpncov", 4, subset="top:5"), "subset"),
+        (lambda: create_head("isqrt", 4, subset="top:2"), "subset"),
+        (lambda: create_head("mpncov", 4, subset="top:2", solver="products"), "subset"),
+        (lambda: create_head("mpncov", 4, subset="top:2", gradient="newton"), "subset"),
+        (lambda: create_head("mpa", 4, degree=0), "degree"),
+        (lambda: create_head("isqrt", 4, steps=0), "steps"),
+        (lambda: create_head("mpncov", 4, solver="egih"), "solver"),
+        (lambda: create_head("isqrt", 4, cut="projektor"), "cut"),
+        (lambda: create_head("logcov", 4, epsilon=-1e-3), "epsilon"),
+        (lambda: create_head("mpncov", 0), "in_channels"),
+        (lambda: create_head("mpncov", 4, reduce=2.5), "reduce"),
+        (lambda: create_head("mpncov", 4)(torch.randn(2, 3, 5, 5)), "x"),
+        (lambda: create_head("mpncov", 4)(torch.randn(2, 4)), "x"),
+    ],
+)
+def test_errors(call, subject):
+    assert refused(call) == subject
+
+
+def test_messages():
+    with pytest.raises(UnknownName) as error:
+        create_head("mpncov", 4, sovler="eigh")
+    assert error.value.suggestions[0] == "solver"
+    with pytest.raises(ArgumentError) as refusal:
+        create_head("mpncov", 4)(torch.randn(2, 3, 5, 5))
+    assert str(refusal.value) == (
+        "x must be a feature map (B, 4, H, W) for this CovarianceHead, got (2, 3, 5, 5): create the head with in_channels "
+        "set to the channels of x"
+    )
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"seb": True}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}]
+)
+@pytest.mark.parametrize("positions", [7, 2])  # 2 × 2 positions are too few for six channels
+def test_pool_subsets_equals_pooling_each_subset(options, positions):
+    torch.manual_seed(0)
+    head = CovarianceHead(9, 6, **options).eval()
+    x = torch.randn(3, 9, positions, positions)
+    subsets = ["all", "top:2", "top:1+last:2", "last:3"]
+    together, eigenvalues = head.pool_subsets(head.reduce(x), subsets)
+    assert eigenvalues.shape == (3, 6)
+    for subset, vector in zip(subsets, together, strict=True):
+        head.subset = subset
+        assert torch.allclose(vector, head(x), atol=1e-6)
+    head.subset = "top:2"
+    head.pool_subsets(head.reduce(x), ["all"])
+    assert str(head.subset) == "top:2"
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"seb": True, "path": "scaled"}, {"normalise": "power", "power": 0.3}, {"normalise": "log"}]
+)
+def test_eigenvalues_beyond_the_rank_are_zero(options):
+    """They must not be rounding noise, whose gaps would look like gaps between eigenvalues."""
+    torch.manual_seed(0)
+    _, eigenvalues = CovarianceHead(6, **options).pool_subsets(torch.randn(3, 6, 2, 2), ["all", "last:2"])
+    assert eigenvalues[:, :3].min() > 1e-3
+    assert not eigenvalues[:, 3:].any()
