@@ -1,7 +1,7 @@
-"""The same loop on whatever devices there are, by Hugging Face Accelerate: accelerate launch examples/accelerated_loop.py
+"""The loop of plain_loop.py on any number of devices with Accelerate: accelerate launch examples/accelerated_loop.py
 
-A covariance model is an ordinary module, so ``prepare`` and ``backward`` are all that changes against plain_loop.py. Mixed
-precision needs no care either: the heads leave it by themselves where they take eigenvalues.
+A covariance model is an ordinary module, so only ``prepare`` and ``backward`` differ from plain_loop.py. Mixed precision
+works without changes: the heads switch it off where they compute eigenvalues.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from eigengrain.models import create_model, parameter_groups
 def train(epochs: int = 8, batch_size: int = 16, classes: int = 4, image_size: int = 64) -> list[float]:
     torch.manual_seed(0)
     labels = torch.arange(2 * batch_size) % classes
-    mixing = torch.randn(classes, 3, 3)  # the classes have the same mean and another covariance of their colours
+    mixing = torch.randn(classes, 3, 3)  # classes have the same mean and differ in the covariance of their colours
     images = torch.einsum("bij,bjhw->bihw", mixing[labels], torch.randn(2 * batch_size, 3, image_size, image_size))
     loader = DataLoader(TensorDataset(images, labels), batch_size, shuffle=True)
 
@@ -44,7 +44,7 @@ def train(epochs: int = 8, batch_size: int = 16, classes: int = 4, image_size: i
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a covariance model on made-up images with Accelerate.")
+    parser = argparse.ArgumentParser(description="Train a covariance model on synthetic images with Accelerate.")
     parser.add_argument("--epochs", type=int, default=8)
     parser.add_argument("--batch_size", type=int, default=16)
     train(**vars(parser.parse_args()))

@@ -1,7 +1,7 @@
-"""Give your own network a covariance head in place of average pooling: python examples/own_module.py
+"""Replace the average pooling of your own network with a covariance head: python examples/own_module.py
 
-A head takes a feature map (B, C, H, W) and returns a vector (B, head.out_features), so it fits wherever a global pooling
-does. ``eigengrain heads`` lists the names that create_head knows.
+A head takes a feature map (B, C, H, W) and returns a vector (B, head.out_features), so it can replace any global pooling.
+``eigengrain heads`` lists the names of the heads.
 """
 
 import argparse
@@ -20,10 +20,10 @@ class SmallNet(nn.Module):
             nn.Conv2d(3, 16, 3, stride=2, padding=1), nn.BatchNorm2d(16), nn.ReLU(),
             nn.Conv2d(16, 32, 3, stride=2, padding=1), nn.BatchNorm2d(32), nn.ReLU(),
         )  # fmt: skip
-        # instead of nn.AdaptiveAvgPool2d(1) and nn.Flatten(): 32 channels are reduced to 12, whose covariance has
+        # replaces nn.AdaptiveAvgPool2d(1) and nn.Flatten(): 32 channels are reduced to 12, whose covariance has
         # 12 · 13 / 2 = 78 different entries
         self.pool = create_head(head, in_channels=32, reduce=12)
-        # nn.Linear(self.pool.out_features, num_classes), except for heads that come with a classifier of their own
+        # nn.Linear(self.pool.out_features, num_classes), except for heads with a classifier of their own
         self.classifier = self.pool.classifier(num_classes)
 
     def forward(self, images: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class SmallNet(nn.Module):
 def train(steps: int = 40, head: str = "mpncov", batch_size: int = 32, classes: int = 4) -> list[float]:
     torch.manual_seed(0)
     model = SmallNet(classes, head)
-    mixing = torch.randn(classes, 3, 3)  # the classes have the same mean and another covariance of their colours
+    mixing = torch.randn(classes, 3, 3)  # classes have the same mean and differ in the covariance of their colours
     optimiser = torch.optim.AdamW(model.parameters(), lr=0.01)
     losses = []
     for step in range(steps):
@@ -50,7 +50,7 @@ def train(steps: int = 40, head: str = "mpncov", batch_size: int = 32, classes: 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Train a small network with a covariance head on made-up images.")
+    parser = argparse.ArgumentParser(description="Train a small network with a covariance head on synthetic images.")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--head", default="mpncov")
     train(**vars(parser.parse_args()))

@@ -1,4 +1,4 @@
-"""Every backbone ends with its feature map: channels, size, layout, and nothing behind it."""
+"""Every backbone ends with its feature map: channels, size, layout, and nothing after it."""
 
 import functools
 import math
@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 from eigengrain import _torchvision
+from eigengrain.errors import ArgumentError, ShortRankWarning, UnknownName
 from eigengrain.models import create_model, from_pretrained, list_backbones, save_pretrained
-from eigengrain.models.backbone import create_backbone
-from eigengrain.models.layout import FeatureLayout, token_grid
+from eigengrain.models.backbone import FeatureLayout, token_grid
+from eigengrain.models.create import create_backbone
 
 # name: channels, map at the network's own image size, image size, layout of the network's own features
 BACKBONES = {
@@ -39,7 +40,7 @@ BACKBONES = {
     "eva02_tiny_patch14_224": (192, 16, 224, "tokens"),
     "swin_tiny_patch4_window7_224": (768, 7, 224, "NHWC"),
 }
-# parameters behind the map, counted by hand from the networks' definitions: (in + 1) · out for linear layers
+# parameters after the map, counted by hand from the networks' definitions: (in + 1) · out for linear layers
 REMOVED = {
     "tv:alexnet": 9217 * 4096 + 4097 * 4096 + 4097 * 1000,
     "vgg16": (512 * 49 + 1) * 4096 + 4097 * 4096 + 4097 * 1000,
@@ -59,7 +60,15 @@ def on_meta(name, **options):
         return create_model(name, **{"head": "gap", "num_classes": 3, **options})
 
 
-cached_on_meta = functools.cache(on_meta)  # for tests that only look at the model
+cached_on_meta = functools.cache(on_meta)  # for tests that do not change the model
+
+
+def refuse(function, *args, **options):
+    """The ArgumentError of a call, whose message is one line."""
+    with pytest.raises(ArgumentError) as error:
+        function(*args, **options)
+    assert "\n" not in str(error.value)
+    return error.value
 
 
 @pytest.mark.parametrize("name", BACKBONES)
@@ -75,7 +84,7 @@ def test_feature_map(name):
 
 
 @pytest.mark.parametrize("name", REMOVED)
-def test_nothing_is_left_behind_the_map(name):
+def test_nothing_is_left_after_the_map(name):
     if name.startswith("tv:"):
         from torchvision.models import get_model
 
@@ -90,8 +99,8 @@ def test_nothing_is_left_behind_the_map(name):
     assert left.items() <= count.items()  # the same names and sizes
     assert sum(count.values()) - sum(left.values()) == REMOVED[name]
     assert all(p.requires_grad for p in net.parameters())
-    for behind in ("fc", "head", "classifier", "global_pool", "pre_logits", "avgpool", "head_drop"):
-        assert isinstance(dict(net.named_children()).get(behind, nn.Identity()), nn.Identity)
+    for removed in ("fc", "head", "classifier", "global_pool", "pre_logits", "avgpool", "head_drop"):
+        assert isinstance(dict(net.named_children()).get(removed, nn.Identity()), nn.Identity)
 
 
 @pytest.mark.parametrize("name", ["resnet18", "tf_efficientnet_lite0", "tv:resnet18"])
@@ -132,11 +141,11 @@ def test_swin_map_has_its_channels_first():
 def test_dynamic_size_of_a_vit():
     model = on_meta("vit_small_patch16_224", dynamic_img_size=True).eval()
     assert model.forward_features(torch.empty(1, 3, 96, 160, device="meta")).shape == (1, 384, 6, 10)
-    with pytest.raises(ValueError, match="multiples of 16 × 16, got 96 × 100"):
-        model(torch.empty(1, 3, 96, 100, device="meta"))
+    error = refuse(model, torch.empty(1, 3, 96, 100, device="meta"))
+    assert (error.argument, error.value) == ("x", (96, 100))
 
 
-def test_a_class_token_for_each_stage_and_modules_that_blocks_share(tmp_path):
+def test_class_token_per_stage_and_shared_modules(tmp_path):
     model = create_model("coat_lite_tiny", head="gap", num_classes=0, img_size=(64, 96)).eval()
     original = timm.create_model("coat_lite_tiny", img_size=(64, 96)).eval()
     model.backbone.load_state_dict({k: v for k, v in original.state_dict().items() if k in model.backbone.state_dict()})
@@ -152,8 +161,7 @@ def test_a_class_token_for_each_stage_and_modules_that_blocks_share(tmp_path):
 def test_token_grid_without_a_patch_embedding():
     assert token_grid(nn.Module(), 24, (64, 96)) == (4, 6)
     assert token_grid(nn.Module(), 3, (10, 300)) == (1, 3)
-    with pytest.raises(ValueError, match="23 tokens do not form a grid"):
-        token_grid(nn.Module(), 23, (64, 96))
+    assert refuse(token_grid, nn.Module(), 23, (64, 96)).value == (64, 96)
     x = torch.arange(2 * 7 * 5.0).reshape(2, 7, 5)
     fmap = FeatureLayout("tokens", 1).to_map(x, nn.Module(), (20, 30))
     assert torch.equal(fmap[:, :, 1, 0], x[:, 4])
@@ -161,92 +169,92 @@ def test_token_grid_without_a_patch_embedding():
 
 def test_images_of_another_shape_are_refused():
     model = on_meta("vit_small_patch16_224")
-    with pytest.raises(ValueError, match=r"built for images of 224 × 224, got 64 × 96: .*img_size=\(64, 96\)"):
-        model(torch.empty(1, 3, 64, 96, device="meta"))
+    error = refuse(model, torch.empty(1, 3, 64, 96, device="meta"))
+    assert (error.argument, error.value) == ("x", (64, 96))
+    assert "img_size=(64, 96)" in error.remedy
     for shape in ((3, 224, 224), (1, 1, 224, 224)):
-        with pytest.raises(ValueError, match=r"expects images \(B, 3, H, W\), got"):
-            model(torch.empty(shape, device="meta"))
-    with pytest.raises(ValueError, match=r"floating point, got torch.uint8: divide by 255"):
-        model(torch.empty(1, 3, 224, 224, device="meta", dtype=torch.uint8))
-    with pytest.raises(ValueError, match=r"a tensor of images \(B, 3, H, W\), got list"):
-        model([[1.0]])
+        assert refuse(model, torch.empty(shape, device="meta")).value == shape
+    assert refuse(model, torch.empty(1, 3, 224, 224, device="meta", dtype=torch.uint8)).value == torch.uint8
+    assert refuse(model, [[1.0]]).value == "list"
     assert on_meta("resnet18", in_chans=1)(torch.empty(2, 1, 64, 64, device="meta")).shape == (2, 3)
 
 
 @pytest.mark.parametrize(
     "name", ["levit_128s", "mixer_s32_224", "coat_lite_tiny", "efficientformerv2_s0", "maxvit_pico_rw_256"]
 )
-def test_images_of_a_size_that_shows_inside_the_network_are_refused(name):
-    model = on_meta(name).eval()
-    side = model.pretrained_cfg["input_size"][1]
-    said = rf"built for images of {side} × {side}, and does not run on 96 × 128 \(.+\): .*img_size=\(96, 128\)"
-    with pytest.raises(ValueError, match=said):
-        model(torch.empty(1, 3, 96, 128, device="meta"))
+def test_images_of_a_size_that_fails_inside_the_network_are_refused(name):
+    error = refuse(on_meta(name).eval(), torch.empty(1, 3, 96, 128, device="meta"))
+    assert (error.argument, error.value) == ("x", (96, 128))
+    assert "img_size=(96, 128)" in error.remedy
 
 
-def test_errors_that_are_not_of_the_size_stay_as_they_are():
+def test_errors_for_other_reasons_than_the_size_are_not_changed():
     model = on_meta("vit_tiny_patch16_224", img_size=32).eval()
     with pytest.raises(RuntimeError, match="device"):
         model(torch.zeros(1, 3, 32, 32))
 
 
 @pytest.mark.parametrize("name", ["resnet18", "vgg11", "tf_efficientnet_lite0", "tv:alexnet", "hrnet_w18_small"])
-def test_img_size_is_for_networks_that_have_one(name):
-    with pytest.raises(ValueError, match="takes images of any size: leave img_size out"):
-        on_meta(name, img_size=64)
+def test_img_size_is_for_networks_with_a_fixed_size(name):
+    error = refuse(on_meta, name, img_size=64)
+    assert (error.argument, error.value) == ("img_size", 64)
 
 
 @pytest.mark.parametrize("wrong", ["64", 64.0, (64,), (64, 64, 64), (64, 0), -32, 0])
-def test_sizes_that_are_none(wrong):
-    with pytest.raises(ValueError, match=r"img_size must be a side, or \(height, width\), in whole pixels, got"):
-        on_meta("vit_tiny_patch16_224", img_size=wrong)
-    assert on_meta("vit_tiny_patch16_224", img_size=[64, 96]).config["img_size"] == (64, 96)
+def test_invalid_image_sizes(wrong):
+    error = refuse(on_meta, "test_vit", img_size=wrong)
+    assert (error.argument, error.value) == ("img_size", wrong)
 
 
-def test_unknown_names_get_near_matches_in_one_line():
-    for name, near in (("resnet5o", "'resnet50'"), ("tv:alexnt", "'tv:alexnet'"), ("vit_small_patch16_225", "'vit_small_")):
-        with pytest.raises(ValueError, match=near) as error:
+def test_image_size_as_a_list():
+    assert on_meta("test_vit", img_size=[64, 96]).config["img_size"] == (64, 96)
+
+
+def test_unknown_names():
+    for name, suggestion in (
+        ("resnet5o", "resnet50"),
+        ("tv:alexnt", "tv:alexnet"),
+        ("vit_small_patch16_225", "vit_small_"),
+    ):
+        with pytest.raises(UnknownName) as error:
             create_model(name)
+        assert (error.value.kind, error.value.name) == ("backbone", name)
+        assert any(suggested.startswith(suggestion) for suggested in error.value.suggestions)
         assert "\n" not in str(error.value)
-        assert len(str(error.value)) < 250
-    with pytest.raises(ValueError, match="unknown head 'mpncof'"):
+        assert len(str(error.value)) < 250  # without the list of all names
+    with pytest.raises(UnknownName) as error:
         create_model("resnet18", head="mpncof")
-    with pytest.raises(ValueError, match="unexpected keyword argument 'depth_of_field'"):
-        create_model("resnet18", head="gap", depth_of_field=3)
-    with pytest.raises(ValueError, match="unexpected keyword argument 'depth_of_field'"):
-        create_model("tv:alexnet", head="gap", depth_of_field=3)
-    with pytest.raises(ValueError, match="no argument 'num_clases': did you mean 'num_classes'"):
+    assert (error.value.kind, error.value.name) == ("head", "mpncof")
+    with pytest.raises(UnknownName) as error:
         create_model("resnet18", head="gap", num_clases=3)
-    with pytest.raises(ValueError, match="nosuchtag"):
-        create_model("resnet18.nosuchtag", head="gap")
+    assert error.value.suggestions[0] == "num_classes"
+    for name in ("resnet18", "tv:alexnet"):
+        assert refuse(create_model, name, head="gap", depth_of_field=3).argument == "depth_of_field"
+    assert refuse(create_model, "resnet18.nosuchtag", head="gap").argument == "backbone"
     assert {"resnet50", "tv:alexnet"} <= set(list_backbones())
     assert list_backbones("tv:alex*") == ["tv:alexnet"]
 
 
 @pytest.mark.parametrize("name", ["resnet18.a1_in1k", "tv:resnet18"])
-def test_weights_out_of_reach_are_said_in_one_line(monkeypatch, name):
+def test_weights_that_cannot_be_downloaded(monkeypatch, name):
     def fails(*_, **__):
         raise FileNotFoundError("no such host. Please look\nelsewhere")
 
     monkeypatch.setattr("timm.models._builder.load_state_dict_from_hf", fails)
     monkeypatch.setattr("torchvision.models._api.load_state_dict_from_url", fails)
-    with pytest.raises(ValueError, match=r"downloaded or read \(no such host\): .*weights=FILE") as error:
-        create_model(name, head="gap", pretrained=True)
-    assert "\n" not in str(error.value)
+    error = refuse(create_model, name, head="gap", pretrained=True)
+    assert (error.argument, type(error.__cause__)) == ("backbone", FileNotFoundError)
+    assert "{weights}" in error.remedy
 
 
 def test_networks_without_a_map_are_refused():
-    with pytest.raises(ValueError, match="gives list before its classifier"):
-        on_meta("crossvit_9_240")
-    with pytest.raises(ValueError, match="not one feature map"):
-        on_meta("pit_ti_224")
-    with pytest.raises(ValueError, match="no feature map that can be cut off"):
-        on_meta("tv:vit_b_16")
-    with pytest.raises(ValueError, match="no forward_features"):
-        on_meta("resnet18", features_only=True)
+    for name in ("crossvit_9_240", "pit_ti_224", "tv:vit_b_16"):  # a list, tokens of several grids, no trunk
+        error = refuse(on_meta, name)
+        assert (error.argument, error.value) == ("backbone", name)
+    assert refuse(on_meta, "resnet18", features_only=True).argument == "backbone"
 
 
-def test_none_leaves_the_default_and_options_arrive():
+def test_none_is_the_default_and_options_reach_the_backbone():
     model = create_model(
         "resnet18", head="gap", num_classes=None, stride_on=None, pretrained=None, drop_rate=None, drop_path_rate=None
     )
@@ -267,11 +275,10 @@ def test_reduction():
     assert channels("vgg16", head="mpncov", reduce=64) == (512, 64)
     assert channels("resnet50", head="mpncov", reduce=None) == (2048, 2048)
     assert on_meta("resnet50", head=None, num_classes=200).classifier.in_features == 256 * 257 // 2
-    with pytest.raises(ValueError, match="reduce must be a whole number"):
-        on_meta("resnet18", reduce=0)
+    assert refuse(on_meta, "resnet18", reduce=0).argument == "reduce"
 
 
-def test_probe_leaves_the_network_as_it_was():
+def test_probe_does_not_change_the_network():
     torch.manual_seed(0)
     plain = timm.create_model("resnet18", num_classes=0)
     torch.manual_seed(0)
@@ -283,8 +290,8 @@ def test_probe_leaves_the_network_as_it_was():
     assert not any(module._forward_hooks for module in ours.modules())
 
 
-def test_what_a_network_keeps_of_its_first_pass_is_not_of_the_probe():
-    """ConViT makes its table of relative positions in the first pass, where the images then are."""
+def test_state_that_a_network_keeps_from_its_first_pass_is_not_from_the_probe():
+    """ConViT makes its table of relative positions in the first pass, on the device of the images."""
     model = create_model("convit_tiny", head="gap", num_classes=0, img_size=64).eval()
     original = timm.create_model("convit_tiny", img_size=64).eval()
     model.backbone.load_state_dict({k: v for k, v in original.state_dict().items() if k in model.backbone.state_dict()})
@@ -295,26 +302,33 @@ def test_what_a_network_keeps_of_its_first_pass_is_not_of_the_probe():
 
 
 def test_rank_warning_once_with_the_remedy():
-    model = create_model("resnet18", head="mpncov", num_classes=2, reduce=8).eval()
-    with pytest.warns(
-        UserWarning, match=r"8 channels from 2 × 2 = 4 positions has rank 3 at most.*5 smallest.*last_stride=1"
-    ):
-        model(torch.randn(1, 3, 64, 64))
+    def warned(model, size):
+        with pytest.warns(ShortRankWarning) as caught:
+            model(torch.randn(1, 3, size, size))
+        [warning] = [entry.message for entry in caught]
+        return warning
+
+    strided = create_model("test_resnet", head="mpncov", num_classes=2, reduce=8).eval()
+    warning = warned(strided, 64)
+    assert (warning.channels, warning.positions) == (8, 4)
+    assert str(warning) == (
+        "the covariance of 8 channels from 2 × 2 = 4 positions has rank 3 at most, so its 5 smallest eigenvalues are 0 by "
+        "construction: use last_stride=1, larger images, or reduce=3 or less"
+    )
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")
-        model(torch.randn(1, 3, 64, 64))
-        enough = create_model("resnet18", head="mpncov", num_classes=2, reduce=3).eval()
+        strided(torch.randn(1, 3, 64, 64))
+        enough = create_model("test_resnet", head="mpncov", num_classes=2, reduce=3).eval()
         assert math.prod(enough.forward_features(torch.randn(1, 3, 64, 64)).shape[2:]) - 1 == 3
         enough(torch.randn(1, 3, 64, 64))
-        create_model("resnet18", head="gap", num_classes=2).eval()(torch.randn(1, 3, 64, 64))
-    # a remedy that the network has: patches of one size have no last stride
-    patches = create_model("vit_tiny_patch16_224", head="mpncov", num_classes=2, reduce=4, img_size=32).eval()
-    with pytest.warns(UserWarning, match=r"so its smallest eigenvalue is 0 by construction: use larger images, or") as said:
-        patches(torch.randn(1, 3, 32, 32))
-    assert "last_stride" not in str(said[0].message)
-    one = create_model("resnet18", head="mpncov", num_classes=2, reduce=2).eval()  # no reduction helps
-    with pytest.warns(UserWarning, match=r"1 × 1 = 1 position has rank 0 .*: use last_stride=1 or larger images$"):
-        one(torch.randn(1, 3, 32, 32))
+        create_model("test_resnet", head="gap", num_classes=2).eval()(torch.randn(1, 3, 64, 64))
+    # the remedies fit the network: patches of one size have no last stride, and no reduction helps for one position
+    patches = create_model("test_vit", head="mpncov", num_classes=2, reduce=4, img_size=32).eval()
+    assert str(warned(patches, 32)).endswith(
+        "its smallest eigenvalue is 0 by construction: use larger images, or reduce=3 or less"
+    )
+    one = create_model("test_resnet", head="mpncov", num_classes=2, reduce=2).eval()
+    assert warned(one, 32).positions == 1
 
 
 def test_torchvision_guard_only_declares_what_is_missing():
@@ -322,7 +336,7 @@ def test_torchvision_guard_only_declares_what_is_missing():
 
     if _torchvision._declared is None:
         assert torchvision.extension._has_ops()
-    else:  # its operators are missing still, and say so when called
+    else:  # its operators are still missing, and calling them fails
         assert not torchvision.extension._has_ops()
         with pytest.raises(RuntimeError, match=r"custom C\+\+ ops"):
             torchvision.ops.nms(torch.zeros(1, 4), torch.zeros(1), 0.5)
@@ -340,7 +354,7 @@ def test_torchvision_guard_repairs_one_error_only(monkeypatch):
         monkeypatch.setattr(_torchvision, "import_module", attempt)
         _torchvision._import_torchvision()
 
-    with pytest.raises(RuntimeError, match="another error"):
+    with pytest.raises(RuntimeError):
         fails("another error")
     fails("")
     assert attempts == ["torchvision", "torchvision"]

@@ -1,8 +1,9 @@
-"""Exported models give the scores of PyTorch's own route through the eigensolver, and models are left as they were."""
+"""Exported models give the scores of PyTorch with its eigensolver, and exporting does not change a model."""
 
+import copy
+import functools
 import json
 import math
-import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import eigengrain
+from eigengrain.errors import ArgumentError, FailedError, FileError, MissingPackageError
 from eigengrain.functional import matrix_products as products
 from eigengrain.heads import list_heads
 from eigengrain.models import create_model, export, onnx_file
@@ -27,16 +29,16 @@ from eigengrain.models.export import (
     read_metadata,
 )
 
-SMALL = "test_resnet"  # a ResNet of half a million parameters
+SMALL = "test_resnet"  # a ResNet with half a million parameters
+SMALLEST = "plumage_net"  # two residual blocks, for tests in which the backbone does not matter: tracing takes the time
 FIRST = ("mpncov+seb", "isqrt+seb", "bcnn", "cbp")
 OTHERS = sorted(set(list_heads()) - {*FIRST, "gp"})
 
 
-def trained_like(backbone=SMALL, head="mpncov+seb", reduce=12, **options):
-    """A model whose statistics fit its features, in training mode so that exporting has something to restore."""
+@functools.cache
+def build(backbone, head, options):
     torch.manual_seed(0)
-    options = {"num_classes": 10, "last_stride": 1, **options}
-    model = create_model(backbone, head=head, reduce=reduce, **options).train()
+    model = create_model(backbone, head=head, **json.loads(options)).train()
     norms = [module for module in model.modules() if isinstance(module, nn.BatchNorm2d)]
     for norm in norms:
         norm.momentum = 1.0
@@ -47,9 +49,15 @@ def trained_like(backbone=SMALL, head="mpncov+seb", reduce=12, **options):
     return model
 
 
+def trained_like(backbone=SMALL, head="mpncov+seb", **options):
+    """A model whose batch statistics fit its features, in training mode so that exporting has something to restore."""
+    options = {"num_classes": 10, "last_stride": 1, "reduce": 12, **options}
+    return copy.deepcopy(build(backbone, head, json.dumps(options)))
+
+
 @torch.no_grad()
 def scores(model, x):
-    """Of PyTorch, through the eigensolver; the model's mode and its first warning are put back."""
+    """Scores of PyTorch with its eigensolver; the mode and the pending warning of the model are restored."""
     model.eval()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(model, "_rank_warned", True)
@@ -59,7 +67,7 @@ def scores(model, x):
 
 
 def relative(got, expected):
-    """The largest error of a sample."""
+    """The largest relative error of a sample."""
     got, expected = torch.as_tensor(got).double(), torch.as_tensor(expected).double()
     return float(((got - expected).norm(dim=-1) / expected.norm(dim=-1)).max())
 
@@ -86,20 +94,30 @@ def check_onnx(model, path, size=64):
 
 
 @pytest.mark.parametrize("head", FIRST)
-def test_onnx_on_resnet18(head, tmp_path):
-    """cbp at 512 channels and 16 positions: PyTorch goes through Fourier transforms there, the file must not."""
-    model = trained_like("resnet18", head, reduce=None if head in ("bcnn", "cbp") else 64)
-    session = check_onnx(model, tmp_path / "model.onnx")
-    # of what adds up in shared bins, ONNX Runtime's ScatterND loses some where it has several threads
-    assert not {"ScatterND", "DFT"} & operators(tmp_path / "model.onnx")
+def test_onnx(head, tmp_path):
+    """cbp with 512 channels and 16 positions: PyTorch uses Fourier transforms there, which the file must not."""
+    path = tmp_path / "model.onnx"
+    model = trained_like("resnet18", head, reduce=None) if head == "cbp" else trained_like(head=head, reduce=64)
+    session = check_onnx(model, path)
+    # with several threads, ONNX Runtime's ScatterND loses values that are added to the same bin
+    assert not {"ScatterND", "DFT"} & operators(path)
     if head == "mpncov+seb":
         (got,) = session.run(None, {"image": images(3).numpy()})
         assert relative(got, paper_in_numpy(model.eval(), images(3))) < 1e-5
+        check_digits(path)
+
+
+def check_digits(path):
+    """The exporter rounds constants to float32, with which the iteration of the root can diverge for a short rank."""
+    values = [onnx.numpy_helper.to_array(tensor) for tensor in onnx.load(path).graph.initializer]
+    written = {float(number) for array in values if array.dtype == np.float64 for number in array.flat}
+    assert {c for row in products.QUINTIC for c in row} <= written
+    assert {1 / math.factorial(k) for k in range(1, 8)} <= written
 
 
 @torch.no_grad()
 def paper_in_numpy(model, x):
-    """Scores of A = (1 + s) Q with s² = Σ λ e^{−2λ}, from the eigenvalues of the covariance, in float64 after the map."""
+    """Scores of A = (1 + s) Q with s² = Σ λ e^{−2λ}, from the eigenvalues of the covariance, in float64 from the map on."""
     vectors = []
     for sample in model.head.reduce(model.forward_features(x)).flatten(2).double().numpy():
         centred = sample - sample.mean(1, keepdims=True)
@@ -109,16 +127,6 @@ def paper_in_numpy(model, x):
         vectors.append(((1 + s) * (u * np.sqrt(eigenvalues)) @ u.T)[np.triu_indices(len(sample))])
     weight, bias = (p.double().numpy() for p in model.classifier.parameters())
     return np.stack(vectors) @ weight.T + bias
-
-
-def test_numbers_keep_their_digits(tmp_path):
-    """The exporter rounds them to float32, with which the iteration of the root may diverge at short rank."""
-    export_onnx(trained_like(head="mpncov+seb"), tmp_path / "model.onnx", img_size=64, verify=False)
-    graph = onnx.load(tmp_path / "model.onnx").graph
-    values = [onnx.numpy_helper.to_array(tensor) for tensor in graph.initializer]
-    written = {float(number) for array in values if array.dtype == np.float64 for number in array.flat}
-    assert {c for row in products.QUINTIC for c in row} <= written
-    assert {1 / math.factorial(k) for k in range(1, 8)} <= written
 
 
 @pytest.mark.slow
@@ -143,7 +151,7 @@ def test_onnx_in_every_opset(opset, tmp_path):
     assert {o.domain: o.version for o in onnx.load(tmp_path / "model.onnx").opset_import}[""] == opset
 
 
-def test_an_onnx_file_describes_itself(tmp_path):
+def test_metadata_of_an_onnx_file(tmp_path):
     model = trained_like(head="isqrt", reduce=6, num_classes=2)
     model.class_names = ["sparrow", "Zaunkönig"]
     model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "std": (0.4, 0.5, 0.6), "crop_pct": 0.8}
@@ -157,30 +165,32 @@ def test_an_onnx_file_describes_itself(tmp_path):
     (image,), (logits,) = session.get_inputs(), session.get_outputs()
     assert (image.name, image.type, image.shape) == ("image", "tensor(float)", ["batch", 3, 64, 96])
     assert (logits.name, logits.type, logits.shape) == ("logits", "tensor(float)", ["batch", 2])
-    said = session.get_modelmeta().custom_metadata_map
-    assert said == metadata(model, (64, 96))
-    assert json.loads(said["class_names"]) == ["sparrow", "Zaunkönig"]
-    assert (json.loads(said["mean"]), json.loads(said["std"])) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
-    assert (json.loads(said["input_size"]), said["crop_pct"]) == ([3, 64, 96], "0.8")
-    assert (said["backbone"], said["head"], said["eigengrain"]) == (SMALL, "isqrt", eigengrain.__version__)
+    written = session.get_modelmeta().custom_metadata_map
+    assert written == metadata(model, (64, 96))
+    assert json.loads(written["class_names"]) == ["sparrow", "Zaunkönig"]
+    assert (json.loads(written["mean"]), json.loads(written["std"])) == ([0.1, 0.2, 0.3], [0.4, 0.5, 0.6])
+    assert (json.loads(written["input_size"]), written["crop_pct"]) == ([3, 64, 96], "0.8")
+    assert (written["backbone"], written["head"], written["eigengrain"]) == (SMALL, "isqrt", eigengrain.__version__)
 
     graph = onnx.load(report.path).graph
     products = [node for node in graph.node if node.op_type == "MatMul"]
     doubles = {v.name for v in graph.value_info if v.type.tensor_type.elem_type == onnx.TensorProto.DOUBLE}
     assert len(products) > 10
     assert all(node.output[0] in doubles for node in products)  # the spectral part, in double
-    # nothing of the machine that wrote it
+    # no path of the machine that wrote it
     assert str(Path(eigengrain.__file__).parent).encode() not in report.path.read_bytes()
 
 
-def test_the_description_has_the_eigenvalues_that_are_kept_by_now():
+def test_metadata_has_the_present_subset():
     model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4, head_options={"subset": "top:2"})
-    model.head.subset = "all"  # as an export asks for
+    assert metadata(model)["subset"] == "top:2"
+    model.head.subset = "all"  # as export needs it
     assert json.loads(metadata(model)["head_options"]) == {"subset": "all"}
+    assert "subset" not in metadata(model)
 
 
-def test_a_fixed_batch_and_no_classifier(tmp_path):
-    model = trained_like(head="gap", reduce=None, num_classes=0)
+def test_fixed_batch_and_no_classifier(tmp_path):
+    model = trained_like(SMALLEST, head="gap", reduce=None, num_classes=0)
     report = export_onnx(model, tmp_path / "model.onnx", img_size=64, batch=2, dynamic_batch=False)
     assert report.input_shape == (2, 3, 64, 64)
     session = onnxruntime.InferenceSession(report.path)
@@ -192,20 +202,17 @@ def test_a_fixed_batch_and_no_classifier(tmp_path):
 # --- torch.export ------------------------------------------------------------------------------------------------
 
 
-def test_programs_need_nothing_of_this_package():
-    program = export_program(trained_like(), img_size=64)
+def test_program():
+    """It needs nothing of this package, and keeps the weights it was exported with."""
+    model = trained_like()
+    program = export_program(model, images(1))
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert any("bmm" in target for target in targets)
     assert not [target for target in targets if "eigengrain" in target or "linalg" in target or "eigh" in target]
-
-
-def test_a_program_keeps_the_weights_of_its_time():
-    model = trained_like()
-    program = export_program(model, images(1)).module()
     expected = {batch: scores(model, images(batch)) for batch in (1, 3)}
     nn.init.zeros_(model.classifier.weight)
     for batch in (1, 3):
-        assert relative(program(images(batch)), expected[batch]) < 1e-6
+        assert relative(program.module()(images(batch)), expected[batch]) < 1e-6
 
 
 def test_programs_in_files(tmp_path):
@@ -219,10 +226,11 @@ def test_programs_in_files(tmp_path):
         assert relative(program(images(batch)), scores(model, images(batch))) < 1e-6
     assert read_metadata(report.path) == metadata(model, 64)
 
-    for damaged in ("missing.pt2", "empty.pt2"):
-        (tmp_path / "empty.pt2").write_bytes(b"")
-        with pytest.raises(ValueError, match="is not a file of export_pt2"):
-            load_program(tmp_path / damaged)
+    (tmp_path / "empty.pt2").write_bytes(b"")
+    for name in ("missing.pt2", "empty.pt2"):
+        with pytest.raises(FileError) as error:
+            load_program(tmp_path / name)
+        assert error.value.path == tmp_path / name
 
 
 # --- the copy that is exported -----------------------------------------------------------------------------------
@@ -245,7 +253,7 @@ def test_programs_in_files(tmp_path):
     ids=str,
 )
 def test_heads_by_matrix_products(head, options):
-    """In double, so that what is seen is the method: as many positions as make one covariance regular, one singular."""
+    """In double, so that only the method differs; one size gives a regular covariance, the other a singular one."""
     model = trained_like(head=head, head_options=options).double().eval()
     deployed = deployable(model).double()
     for size in (64, 160):
@@ -254,13 +262,13 @@ def test_heads_by_matrix_products(head, options):
             assert relative(deployed(x), scores(model, x)) < 1e-6
 
 
-def test_every_head_but_gp_can_leave():
+def test_every_head_except_gp_can_be_exported():
     assert set(list_heads()) - set(exportable_heads()) == {"gp"}
 
 
-def test_the_model_is_left_as_it_was(tmp_path):
+def test_export_does_not_change_the_model(tmp_path):
     model = trained_like(head_options={"gradient": "taylor"})
-    model.backbone.layer1.eval()  # frozen, as some recipes have it
+    model.backbone.layer1.eval()  # frozen, as in some recipes
     model.head.record_spectrum = True
     before = {name: module.training for name, module in model.named_modules()}
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -280,24 +288,24 @@ def test_the_model_is_left_as_it_was(tmp_path):
     export_pt2(model, tmp_path / "model.pt2", img_size=64)
     check()
     model.head.subset = "top:3"
-    with pytest.raises(ValueError, match="cannot be exported"):
+    with pytest.raises(ArgumentError):
         export_onnx(model, tmp_path / "model.onnx", img_size=64)
     check()
     assert str(model.head.subset) == "top:3"
 
 
-def test_noise_is_the_same_whatever_the_default_device_is():
-    images = export._Images(3, (8, 8), None)
+def test_noise_does_not_depend_on_the_default_device():
+    shape = ("batch", 3, 8, 8)
     with torch.device("meta"):
-        noise = images.noise(2)
-    assert torch.equal(noise, images.noise(2))
+        noise = export._noise(shape, 2)
+    assert torch.equal(noise, export._noise(shape, 2))
 
 
-def test_another_default_dtype_is_no_hindrance(tmp_path):
+def test_another_default_dtype(tmp_path):
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64)
     try:
-        model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4, last_stride=1)
+        model = create_model("test_resnet", head="isqrt", num_classes=2, reduce=4, last_stride=1)
         report = export_pt2(model, tmp_path / "model.pt2", img_size=64)
     finally:
         torch.set_default_dtype(before)
@@ -305,34 +313,47 @@ def test_another_default_dtype_is_no_hindrance(tmp_path):
     assert load_program(tmp_path / "model.pt2").module()(torch.zeros(3, 3, 64, 64)).dtype == torch.float32
 
 
-def test_half_precision_is_exported_in_single():
+def test_half_precision_is_exported_as_float32():
     model = trained_like().bfloat16()
     assert {parameter.dtype for parameter in deployable(model).parameters()} == {torch.float32}
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
 @pytest.mark.parametrize(
-    "head, options, message",
+    "head, options, argument",
     [
-        ("gp", {}, r"made of eigenvectors, .*: use another head\. Heads that can: bcnn, .*mpncov\+seb.* run$"),
-        ("mpncov", {"subset": "top:3"}, r"subset of eigenvalues, 'top:3', .*: set head\.subset = 'all'$"),
-        ("mpncov", {"normalise": "power"}, r"normalise='power' needs eigenvalues: use normalise='sqrt'$"),
-        ("mpncov+seb", {"factor": "s"}, r"factor='s' needs eigenvalues: use factor='qs'"),
-        ("isqrt+seb", {"factor": "mlp-eigenvalues"}, r"factor='mlp-eigenvalues' needs eigenvalues: use factor='qs'"),
-        ("kp", {"order": 3, "sizes": [256, 300]}, r"order 3 and length 300 .*: use a length that is a power of 2$"),
-        ("logcov", {"epsilon": 1e-10}, r"epsilon=1e-10 is too ill-conditioned .* at least 1\.2e-09$"),
+        ("gp", {}, "head"),
+        ("mpncov", {"subset": "top:3"}, "subset"),
+        ("mpncov", {"normalise": "power"}, "normalise"),
+        ("mpncov+seb", {"factor": "s"}, "factor"),
+        ("isqrt+seb", {"factor": "mlp-eigenvalues"}, "factor"),
+        ("kp", {"order": 3, "sizes": [256, 300]}, "out_features"),
+        ("logcov", {"epsilon": 1e-10}, "epsilon"),
     ],
 )
-def test_heads_that_cannot(head, options, message, tmp_path):
-    model = trained_like(head=head, head_options=options)
+def test_heads_that_cannot_be_exported(head, options, argument):
+    with torch.device("meta"):
+        model = create_model(SMALL, head=head, num_classes=2, reduce=12, head_options=options)
+    with pytest.raises(ArgumentError) as error:
+        deployable(model)
+    reason = error.value.__cause__
+    assert isinstance(reason, ArgumentError)
+    assert (error.value.argument, reason.argument) == ("model", argument)
+    assert reason.remedy
+    assert reason.remedy in str(error.value)
+    assert ("mpncov+seb" in error.value.remedy) == (head == "gp")  # the list of heads that can
+    assert "\n" not in str(error.value)
+
+
+def test_message_for_a_head_that_cannot_be_exported(tmp_path):
+    model = trained_like(head="mpncov", head_options={"subset": "top:3"})
     for attempt in (
         lambda: export_onnx(model, tmp_path / "model.onnx", img_size=64),
         lambda: export_pt2(model, tmp_path / "model.pt2", img_size=64),
         lambda: export_program(model, img_size=64),
     ):
-        with pytest.raises(ValueError, match=f"^head '{re.escape(head)}' cannot be exported: .*{message}") as caught:
+        with pytest.raises(ArgumentError, match=r"^model cannot be exported with head 'mpncov': .*top:3"):
             attempt()
-        assert "\n" not in str(caught.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -340,47 +361,64 @@ def test_heads_that_cannot(head, options, message, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, argument, value",
     [
-        ({"opset": 17}, r"opset must be from 18 to 25, got 17"),
-        ({"path": "model.pb"}, r"must be named \*\.onnx, got '.*model\.pb'"),
-        ({"path": "folder.onnx"}, r"folder\.onnx' is a folder"),
-        ({"path": "file/model.onnx"}, r"cannot make the folder '.*file' "),
-        ({"img_size": 0}, r"img_size must be at least 1, got 0"),
-        ({"batch": 0}, r"batch must be at least 1, got 0"),
+        ({"opset": 17}, "opset", 17),
+        ({"img_size": 0}, "img_size", 0),
+        ({"batch": 0}, "batch", 0),
     ],
 )
-def test_options_that_do_not_fit(options, message, tmp_path):
+def test_invalid_options(options, argument, value, tmp_path):
+    with pytest.raises(ArgumentError) as error:
+        export_onnx(trained_like(head="gap", reduce=None), tmp_path / "model.onnx", **{"img_size": 64, **options})
+    assert (error.value.argument, error.value.value) == (argument, value)
+
+
+def test_paths_that_cannot_be_written(tmp_path):
+    model = trained_like(head="gap", reduce=None)
+    with pytest.raises(ArgumentError) as error:
+        export_onnx(model, tmp_path / "model.pb")
+    assert (error.value.argument, error.value.value) == ("path", str(tmp_path / "model.pb"))
     (tmp_path / "folder.onnx").mkdir()
     (tmp_path / "file").touch()
-    options = {"img_size": 64, **options, "path": tmp_path / options.get("path", "model.onnx")}
-    with pytest.raises(ValueError, match=message):
-        export_onnx(trained_like(head="gap", reduce=None), **options)
+    for path in ("folder.onnx", "file/model.onnx"):
+        with pytest.raises(FileError) as error:
+            export_onnx(model, tmp_path / path)
+        assert error.value.path == tmp_path / path
 
 
-def test_images_that_do_not_fit():
-    with pytest.raises(ValueError, match=r"does not take images of shape \(3, 8, 8\): .* choose another image size"):
-        export_program(create_model("tv:alexnet", head="gap", num_classes=2), img_size=8)
-    with pytest.raises(ValueError, match=r"does not take images of shape \(3, 96, 96\): .* choose another image size"):
-        export_program(create_model("halonet26t", head="gap", num_classes=2), img_size=96)  # by an assertion of its own
-    with pytest.raises(ValueError, match="was built for images of 224 × 224, got 64 × 64"):
-        export_program(create_model("vit_tiny_patch16_224", head="gap", num_classes=2), img_size=64)
+@pytest.mark.parametrize(
+    "name, side, argument",
+    [
+        ("tv:alexnet", 8, "img_size"),
+        ("halonet26t", 96, "img_size"),  # by an assertion of its own
+        ("vit_tiny_patch16_224", 64, "x"),
+    ],
+)
+def test_images_that_do_not_fit(name, side, argument):
+    with torch.device("meta"):
+        model = create_model(name, head="gap", num_classes=2)
+    with pytest.raises(ArgumentError) as error:
+        export_program(model, img_size=side)
+    assert (error.value.argument, error.value.value) == (argument, (side, side))
 
 
-def test_what_is_no_model():
-    with pytest.raises(ValueError, match=r"takes a model of create_model, got DataParallel: .*model\.module"):
+def test_wrapped_models_are_refused():
+    with pytest.raises(ArgumentError) as error:
         export_program(nn.DataParallel(trained_like(head="gap", reduce=None)))
+    assert (error.value.argument, error.value.value) == ("model", "DataParallel")
 
 
 @pytest.mark.parametrize("package", ["onnx", "onnxscript", "onnxruntime"])
 def test_missing_packages(package, tmp_path, monkeypatch):
     monkeypatch.setattr(export, "find_spec", lambda name: None if name == package else object())
-    with pytest.raises(ValueError, match=rf"^ONNX export needs {package}: pip install 'eigengrain\[export\]'$"):
+    with pytest.raises(MissingPackageError) as error:
         export_onnx(trained_like(head="gap", reduce=None), tmp_path / "model.onnx")
+    assert error.value.name == package
 
 
 def test_scores_that_differ_leave_no_file(tmp_path, monkeypatch):
-    def wrong(model):  # other weights than those that the file is compared with
+    def wrong(model):  # not the weights that the file is compared with
         copy = deployable(model)
         for parameter in copy.classifier.parameters():
             parameter.mul_(1.001)
@@ -389,8 +427,8 @@ def test_scores_that_differ_leave_no_file(tmp_path, monkeypatch):
     monkeypatch.setattr(export, "deployable", wrong)
     path = tmp_path / "model.onnx"
     path.write_text("an older file")
-    with pytest.raises(ValueError, match=r"differ from PyTorch's by 1\.0e-03 on noise, more than 1e-04: no file"):
-        export_onnx(trained_like(head="gap", reduce=None), path, img_size=64)
+    with pytest.raises(FailedError):
+        export_onnx(trained_like(SMALLEST, head="gap", reduce=None), path, img_size=64)
     assert [file.name for file in tmp_path.iterdir()] == [path.name]
     assert path.read_text() == "an older file"
 
@@ -399,22 +437,23 @@ def test_scores_that_are_not_finite_are_refused(tmp_path):
     model = trained_like(head="gap", reduce=None)
     with torch.no_grad():
         model.classifier.bias[0] = torch.nan
-    with pytest.raises(ValueError, match="by nan on noise"):
+    with pytest.raises(FailedError):
         export_pt2(model, tmp_path / "model.pt2", img_size=64)
 
 
-def test_an_operation_that_onnx_does_not_have(tmp_path):
+def test_operation_that_onnx_lacks(tmp_path):
     class Odd(nn.Module):
         def forward(self, x):
             return x + torch.linalg.eigvalsh(x.flatten(1) @ x.flatten(1).mT).sum()
 
     model = trained_like(head="gap", reduce=None)
     model.backbone.layer1 = Odd()
-    with pytest.raises(ValueError, match=r"an operation of backbone 'test_resnet' or head 'gap' has no form in ONNX"):
+    with pytest.raises(ArgumentError) as error:
         export_onnx(model, tmp_path / "model.onnx", img_size=64, dynamic_batch=False)
+    assert error.value.argument == "model"
 
 
-# --- what PyTorch's exporter lacks -------------------------------------------------------------------------------
+# --- operations that PyTorch's exporter lacks ----------------------------------------------------------------------
 
 
 def test_writing_to_a_diagonal(tmp_path):
@@ -441,8 +480,8 @@ def test_writing_to_a_diagonal(tmp_path):
 
 @pytest.mark.parametrize("solver", ["auto", "products"])
 def test_torch_compile(solver):
-    """The eigensolver is one opaque operator of the graph; products are many plain ones. No graph break in either."""
-    model = trained_like(head_options={"solver": solver})
+    """The eigensolver is one custom operator of the graph, products are many plain ones; neither breaks the graph."""
+    model = trained_like(SMALLEST, head_options={"solver": solver})
     x = images(2)
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -461,7 +500,7 @@ def test_torch_compile(solver):
 @pytest.mark.parametrize("solver", ["auto", "products"])
 @torch.no_grad()
 def test_torch_compile_without_gradients(solver):
-    model = trained_like(head_options={"solver": solver}).eval()
+    model = trained_like(SMALLEST, head_options={"solver": solver}).eval()
     torch._dynamo.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     assert relative(compiled(images(2)), model(images(2))) < 1e-6

@@ -1,9 +1,8 @@
-"""A backbone of timm or torchvision plus a head, with timm's contract; weights and whole models from local files."""
+"""A backbone of timm or torchvision plus a head, with timm's interface; weights and whole models from local files."""
 
 from eigengrain import _torchvision  # noqa: F401  (torchvision must be importable before timm is imported)
-from eigengrain.models.create import create_model
+from eigengrain.models.create import create_model, list_backbones
 from eigengrain.models.model import CovarianceNet
-from eigengrain.models.names import list_backbones
 from eigengrain.models.param_groups import parameter_groups
 from eigengrain.models.pretrained import from_pretrained, save_pretrained
 from eigengrain.models.weights import LoadReport, load_weights

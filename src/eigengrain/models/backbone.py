@@ -1,237 +1,221 @@
-"""A network without its classifier: built by name, cut after its feature map, and asked what that map looks like."""
+"""A network up to its feature map: find the map's layout without computing anything, and remove what follows it."""
 
-import json
+import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeVar
 
-import timm
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from eigengrain.models.layout import FeatureLayout, takes_img_size
-from eigengrain.models.names import SOURCES, check_backbone
-from eigengrain.models.probe import Probe, probe
-from eigengrain.models.stride import StrideOn, edit_strides
-from eigengrain.models.torchvision_trunk import PREFIX, TorchvisionTrunk
+from eigengrain.errors import ArgumentError
 
 ImageSize = int | tuple[int, int]
 
-# what a model says about its input; the origin of weights that may have been replaced since is no part of it
-_DESCRIPTION = (
-    *("architecture", "tag", "license"),
-    *("input_size", "min_input_size", "fixed_input_size", "test_input_size"),
-    *("interpolation", "crop_pct", "test_crop_pct", "crop_mode", "mean", "std"),
-)
+T = TypeVar("T")
 
-# options that a description may hold and that are decided here
-_OURS = {"num_classes", "global_pool", "img_size"}
+
+@dataclass(frozen=True)
+class FeatureLayout:
+    """Layout of the output of a network's ``forward_features``."""
+
+    kind: Literal["NCHW", "NHWC", "tokens"]  # tokens: (B, prefix + positions, C)
+    prefix_tokens: int = 0  # class and register tokens before the positions; they are dropped
+
+    def to_map(self, features: Tensor, net: nn.Module, image_size: tuple[int, int]) -> Tensor:
+        """Convert features to a map (B, C, H, W)."""
+        if self.kind == "NCHW":
+            return features
+        if self.kind == "NHWC":
+            return features.permute(0, 3, 1, 2)
+        positions = features[:, self.prefix_tokens :]  # (B, N, C)
+        grid = token_grid(net, positions.shape[1], image_size)
+        return positions.transpose(1, 2).unflatten(2, grid)
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """A network that ends with its feature map.
+    """A network that ends with its feature map."""
 
-    Args:
-        name: that builds the network again, without the hub or folder that it may have come from.
-        options: what the network was built with besides its name.
-        img_size: (height, width) that it was built for, None if it takes any.
-        net: the network itself.
-        layout: of what ``net.forward_features`` returns.
-        channels: of the feature map.
-        description: size, mean, std and crop of the images it expects, as in timm's ``pretrained_cfg``.
-        classifier: what the classifier was called before it was removed, as checkpoints still call it.
+    name: str  # builds the network again, without the hub or folder that it may have come from
+    options: dict[str, Any]  # further arguments it was built with
+    img_size: tuple[int, int] | None  # (height, width) it was built for, None for any size
+    net: nn.Module
+    layout: FeatureLayout  # of the output of net.forward_features
+    channels: int  # of the feature map
+    description: dict[str, Any]  # size, mean, std and crop of its images, as in timm's pretrained_cfg
+    classifier: str  # name of the removed classifier, as in checkpoints of the whole network
+
+
+def token_grid(net: nn.Module, tokens: int, image_size: tuple[int, int]) -> tuple[int, int]:
+    """Rows and columns of the patches, from the patch embedding or else from the proportions of the image."""
+    embedded_size = getattr(getattr(net, "patch_embed", None), "dynamic_feat_size", None)
+    if embedded_size is not None:
+        rows, columns = embedded_size(image_size)
+        if rows * columns == tokens:
+            return rows, columns
+    height, width = image_size
+    rows = max(round(math.sqrt(tokens * height / width)), 1)
+    if rows * (tokens // rows) != tokens:
+        raise ArgumentError(
+            "x", f"gives {tokens} tokens, which do not form a grid", image_size, "use multiples of the patch size"
+        )
+    return rows, tokens // rows
+
+
+def has_fixed_size(net: nn.Module) -> bool:
+    """Whether a network is built for images of one size, according to its description or patch embedding."""
+    description: Any = getattr(net, "pretrained_cfg", None) or {}
+    embedding = getattr(net, "patch_embed", None)
+    return bool(dict(description).get("fixed_input_size")) or getattr(embedding, "img_size", None) is not None
+
+
+def detect_layout(net: nn.Module, features: object, name: str) -> FeatureLayout:
+    """Find the layout of a network from its attributes and the shape of its features; raise if they are not one map."""
+    shape = tuple(features.shape) if isinstance(features, Tensor) else ()
+    if len(shape) == 3:
+        # networks without a count of prefix tokens have at most a class token; some have one for each stage
+        class_token = any(name.startswith("cls_token") for name, _ in net.named_parameters(recurse=False))
+        prefix = int(getattr(net, "num_prefix_tokens", class_token))
+        if shape[1] > prefix:
+            return FeatureLayout("tokens", prefix)
+    elif len(shape) == 4:
+        declared = str(getattr(net, "output_fmt", ""))
+        channels = getattr(net, "num_features", None)
+        last = declared == "NHWC" or (not declared and shape[3] == channels and shape[1] != channels)
+        return FeatureLayout("NHWC" if last else "NCHW")
+    output = f"a tensor of shape {shape}" if shape else type(features).__name__
+    raise ArgumentError("backbone", f"must end with one feature map, not with {output}", name)
+
+
+def on_meta(build: Callable[[], T]) -> T:
+    """Call a function that builds a network on the meta device, where it has no values and costs nothing.
+
+    Networks that read values while they are built, as some do in timm before 1.0.30, are built on the CPU.
     """
+    try:
+        with torch.device("meta"):
+            return build()
+    except RuntimeError:
+        with torch.device("cpu"):
+            return build()
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a module without children, with the sizes of its input and output maps; () if they are not maps."""
 
     name: str
-    options: dict[str, Any]
-    img_size: tuple[int, int] | None
-    net: nn.Module
-    layout: FeatureLayout
+    module: nn.Module
+    size_in: tuple[int, ...]
+    size_out: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """Result of :func:`probe`."""
+
+    layout: FeatureLayout  # of the network's own features
     channels: int
-    description: dict[str, Any]
-    classifier: str
+    size: tuple[int, int]  # (H, W) of the feature map
+    calls: tuple[Call, ...]  # modules without children, in the order of their calls
+    called: frozenset[str]  # names of all modules that were called
+    unused: frozenset[str]  # names of the parameters that the feature map does not depend on
 
 
-def create_backbone(
-    name: str,
-    pretrained: bool = False,
-    last_stride: int | None = None,
-    stride_on: StrideOn = "3x3",
-    img_size: ImageSize | None = None,
-    **options: Any,
-) -> Backbone:
-    """A network of timm or torchvision by name, up to its feature map.
+def _meta_copy(net: nn.Module) -> nn.Module:
+    """Copy a network with meta tensors, so that nothing a pass leaves in it (such as a table of positions) is kept."""
+    copied: dict[int, Tensor] = {}
+    for tensor in (*net.parameters(), *net.buffers()):
+        empty = torch.empty_like(tensor, device="meta")
+        copied[id(tensor)] = nn.Parameter(empty, tensor.is_floating_point()) if isinstance(tensor, nn.Parameter) else empty
+    return copy.deepcopy(net, copied)  # deepcopy takes the entries of its second argument as already copied
 
-    Everything behind ``forward_features`` is removed, so that every parameter that is left serves the feature map.
 
-    Args:
-        name: of timm, of torchvision behind ``tv:``, or with timm's ``hf-hub:`` or ``local-dir:``.
-        pretrained: load the weights that the library has for it.
-        last_stride: 1 for a map twice as large in each direction; None or 2 for the network as it is.
-        stride_on: ``1x1`` for ResNets whose weights were trained with the stride on the first 1 × 1 convolution.
-        img_size: for networks that are built for one size.
-        options: of the network, see its library; None leaves the network's own default.
+def _map_size(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape[2:]) if isinstance(value, Tensor) and value.ndim == 4 else ()
+
+
+def _record_calls(net: nn.Module, meta_copy: nn.Module, calls: list[Call], called: set[str]) -> None:
+    """Record the calls in the copy as calls of the modules of the network itself."""
+
+    def recorder(name: str, module: nn.Module) -> Any:
+        leaf = next(module.children(), None) is None
+
+        def hook(_: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+            called.add(name)
+            if leaf:
+                calls.append(Call(name, module, _map_size(inputs[0]) if inputs else (), _map_size(output)))
+
+        return hook
+
+    for name, module in net.named_modules():
+        meta_copy.get_submodule(name).register_forward_hook(recorder(name, module))
+
+
+def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unused: bool = True) -> Probe:
+    """Run ``net.forward_features`` once on the meta device, where nothing is computed.
+
+    The network is not changed. ``name`` is for errors. ``find_unused`` also finds the parameters that the map does not
+    depend on, which takes a backward pass.
 
     Raises:
-        ValueError: for an unknown name, or an option that the network does not have or cannot follow.
-
-    Example:
-        >>> backbone = create_backbone("resnet18")
-        >>> backbone.channels, backbone.layout.kind
-        (512, 'NCHW')
+        ArgumentError: if the network has no feature map or does not run on such images.
     """
-    check_backbone(name)
-    _check_size(img_size)
-    options = {key: value for key, value in options.items() if value is not None}
-    source_options = _source_options(name)
-    net = _build(name, pretrained, img_size, options)
-    options = {key: source_options[key] for key in source_options.keys() - _OURS} | options
-    own = _own_description(net)
-    description = {
-        key: tuple(own[key]) if isinstance(own[key], list) else own[key] for key in _DESCRIPTION if own.get(key) is not None
-    }
-    image_shape = _image_shape(net, description, img_size, options)
-    description["input_size"] = image_shape
-    if img_size is not None:
-        description.pop("test_input_size", None)
-
-    found = probe(net, image_shape, name)
-    cut_after_map(net, found)
-    found = edit_strides(net, found, image_shape, name, last_stride, stride_on)
-    description["pool_size"] = found.size
-    return Backbone(
-        name=own["architecture"] if name.startswith(SOURCES) else name,
-        options=options,
-        img_size=image_shape[1:] if takes_img_size(net) else None,
-        net=net,
-        layout=found.layout,
-        channels=found.channels,
-        description=description,
-        # distilled networks have several
-        classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",
-    )
-
-
-def _check_size(img_size: ImageSize | None) -> None:
-    sides = img_size if isinstance(img_size, tuple | list) else (img_size, img_size)
-    if img_size is not None and not (len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)):
-        raise ValueError(f"img_size must be a side, or (height, width), in whole pixels, got {img_size!r}")
-
-
-def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dict[str, Any]) -> nn.Module:
-    """The network with whatever stands behind its map."""
-    if name.startswith(PREFIX):
-        if img_size is not None:
-            raise _any_size(name)
-        try:
-            return TorchvisionTrunk(name.removeprefix(PREFIX), pretrained, **options)
-        except TypeError as error:
-            raise _unknown_option(name, error) from error
-        except OSError as error:
-            raise _out_of_reach(name, error) from error
-    # The pooling stays the network's own until it is cut off: timm moves the last normalisation in or out of
-    # forward_features with it, and weights would no longer fit.
+    if not hasattr(net, "forward_features"):
+        raise ArgumentError("backbone", "must have forward_features, which makes its feature map", name)
+    calls: list[Call] = []
+    called: set[str] = set()
     try:
-        net = timm.create_model(name, pretrained, num_classes=0, img_size=img_size, **options)
-    except TypeError as error:
-        if "'img_size'" in str(error):
-            raise _any_size(name) from error
-        raise _unknown_option(name, error) from error
-    except RuntimeError as error:
-        if "pretrained" not in str(error):
-            raise
-        raise ValueError(f"backbone {name!r}: {error}") from error
-    except OSError as error:
-        raise _out_of_reach(name, error) from error
-    if img_size is not None and not takes_img_size(net):
-        raise _any_size(name)
-    return net
+        with torch.inference_mode(False), torch.enable_grad():
+            # eval mode, without batch statistics of a single image, dropout and stochastic depth
+            meta_copy = _meta_copy(net).eval()
+            _record_calls(net, meta_copy, calls, called)
+            own = meta_copy.forward_features(torch.empty(1, *image_shape, device="meta"))  # type: ignore[operator]
+            layout = detect_layout(meta_copy, own, name)
+            features = layout.to_map(own, meta_copy, image_shape[1:])
+            parameters = dict(meta_copy.named_parameters())
+            gradients: tuple[Tensor | None, ...] = ()
+            if find_unused:
+                gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
+    except (RuntimeError, AssertionError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        shape = " × ".join(map(str, image_shape))
+        raise ArgumentError("backbone", f"does not run on images of {shape} ({reason})", name) from error
+    unused = frozenset(key for key, g in zip(parameters, gradients, strict=False) if g is None)
+    height, width = features.shape[2:]
+    return Probe(layout, features.shape[1], (height, width), tuple(calls), frozenset(called), unused)
 
 
-def _source_options(name: str) -> dict[str, Any]:
-    """Options in the description of a network on the hub or in a folder: they make it reproducible without it."""
-    if not name.startswith(SOURCES):
-        return {}
-    source, _, place = name.partition(":")
-    if source == "hf-hub":
-        try:
-            return dict(timm.models.load_model_config_from_hf(place)[2] or {})
-        except OSError as error:
-            raise _out_of_reach(name, error) from error
-    path = Path(place) / "config.json"
-    try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise ValueError(f"backbone {name!r}: {path} cannot be read ({error})") from error
-    if "eigengrain" in config:
-        raise ValueError(f"{place} holds a whole model, not a backbone: open it with from_pretrained({place!r})")
-    return dict(config.get("model_args") or {})
+def cut_after_map(net: nn.Module, probed: Probe) -> None:
+    """Replace everything after the feature map with identities, so that all parameters get a gradient.
 
-
-def _own_description(net: nn.Module) -> dict[str, Any]:
-    description: Any = net.pretrained_cfg
-    return dict(description)
-
-
-def _out_of_reach(name: str, error: OSError) -> ValueError:
-    """Weights that the library would download, and could not."""
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
-    return ValueError(
-        f"the weights of backbone {name!r} cannot be downloaded or read ({reason}): without a network, take a file with "
-        "pretrained=False and weights=FILE, on the command line --model.pretrained false --model.weights FILE, for a study "
-        "--weights FILE"
-    )
-
-
-def _any_size(name: str) -> ValueError:
-    return ValueError(f"backbone {name!r} takes images of any size: leave img_size out and feed the size you want")
-
-
-def _unknown_option(name: str, error: TypeError) -> Exception:
-    if "unexpected keyword argument" not in str(error):
-        return error
-    return ValueError(f"backbone {name!r} {str(error).split(') ')[-1]}: leave it out, or see the options of its library")
-
-
-def _image_shape(
-    net: nn.Module, description: dict[str, Any], img_size: ImageSize | None, options: dict[str, Any]
-) -> tuple[int, int, int]:
-    channels, height, width = description.get("input_size", (3, 224, 224))
-    built_for = img_size or getattr(getattr(net, "patch_embed", None), "img_size", None)
-    if built_for is not None:
-        height, width = (built_for, built_for) if isinstance(built_for, int) else built_for
-    return int(options.get("in_chans", channels)), int(height), int(width)
-
-
-def cut_after_map(net: nn.Module, found: Probe) -> None:
-    """Replace by identities what a network has behind its feature map, so that all of its parameters get a gradient.
-
-    Gone are the children behind the last one that ran (pooling, dropout, classifier), and any module with parameters of
-    which none was used. What runs without an effect on the map (class-token layers) cannot be taken out, it is frozen.
+    This removes the children after the last one that was called (pooling, dropout, classifier), and modules of whose
+    parameters none is used. Modules that run without an effect on the map (class-token layers) are frozen instead.
     """
-    # by identity, because a module or parameter that is shared has several names and is listed under one
-    ran = {net.get_submodule(name) for name in found.called}
-    used = {parameter for name, parameter in net.named_parameters() if name not in found.unused}
+    # compared by identity: a shared module or parameter has several names, and is listed under one of them
+    called = {net.get_submodule(name) for name in probed.called}
+    used = {parameter for name, parameter in net.named_parameters() if name not in probed.unused}
 
     def needed(module: nn.Module) -> bool:
-        return not ran.isdisjoint(module.modules()) or not used.isdisjoint(module.parameters())
+        return not called.isdisjoint(module.modules()) or not used.isdisjoint(module.parameters())
 
     children = dict(net.named_children())
     last = max((number for number, child in enumerate(children.values()) if needed(child)), default=-1)
     for name in list(children)[last + 1 :]:
         setattr(net, name, nn.Identity())
-    _drop_unused(net, needed)
+    _remove_unused(net, needed)
     for name, parameter in net.named_parameters():
-        if name in found.unused:
+        if name in probed.unused:
             parameter.requires_grad_(False)
 
 
-def _drop_unused(module: nn.Module, needed: Callable[[nn.Module], bool]) -> None:
+def _remove_unused(module: nn.Module, needed: Callable[[nn.Module], bool]) -> None:
     for name, child in list(module.named_children()):
         if next(child.parameters(), None) is None:
             continue
         if needed(child):
-            _drop_unused(child, needed)
+            _remove_unused(child, needed)
         else:
             setattr(module, name, nn.Identity())

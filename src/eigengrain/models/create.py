@@ -1,19 +1,41 @@
-"""Models by name."""
+"""Create backbones and models by name."""
 
 import inspect
+import json
 import os
+import re
 from difflib import get_close_matches
+from fnmatch import fnmatch
+from pathlib import Path
 from typing import Any
 
-from eigengrain.errors import UnknownName
+import timm
+from torch import nn
+from torchvision import models as torchvision_models
+
+from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.heads import list_heads
-from eigengrain.models.backbone import ImageSize, create_backbone
+from eigengrain.models.backbone import Backbone, ImageSize, cut_after_map, has_fixed_size, probe
+from eigengrain.models.extra_backbones import PREFIX, TorchvisionTrunk
 from eigengrain.models.model import CovarianceNet, Reduction
-from eigengrain.models.stride import StrideOn
+from eigengrain.models.stride import StrideOn, edit_strides
 from eigengrain.models.weights import load_weights
 
-#: of an argument that is None; the signature spells them out, as the reference shows it as it is written
+#: defaults of arguments that are None; the signature repeats them, because the API reference prints it
 DEFAULT_HEAD, DEFAULT_CLASSES = "mpncov+seb", 1000
+
+#: timm's prefixes for a network whose description is on the Hugging Face hub or in a folder
+SOURCES = ("hf-hub:", "local-dir:")
+
+# description of a model's input; the origin of its weights is left out, because they may have been replaced
+_DESCRIPTION = (
+    *("architecture", "tag", "license"),
+    *("input_size", "min_input_size", "fixed_input_size", "test_input_size"),
+    *("interpolation", "crop_pct", "test_crop_pct", "crop_mode", "mean", "std"),
+)
+
+# options in the description of a network that our own arguments decide
+_OURS = {"num_classes", "global_pool", "img_size"}
 
 
 def create_model(
@@ -30,28 +52,29 @@ def create_model(
     drop_rate: float | None = 0.0,
     **backbone_options: Any,
 ) -> CovarianceNet:
-    """A backbone and a head by name.
+    """Create a model from a backbone and a head by name.
 
-    An argument that is None leaves the default of the model; only ``reduce=None`` has a meaning of its own.
+    None stands for the default of an argument, except for ``reduce=None``, which means no reduction.
 
     Args:
-        backbone: a network of timm, of torchvision with ``tv:`` in front, or timm's ``hf-hub:…`` and ``local-dir:…``;
+        backbone: a network of timm, of torchvision with the prefix ``tv:``, or timm's ``hf-hub:…`` and ``local-dir:…``;
             see :func:`list_backbones`.
-        head: see :func:`eigengrain.heads.list_heads`.
-        num_classes: 0 for a model that returns the head's vector.
-        reduce: channels left by a 1 × 1 convolution before the head; ``auto`` means 256 for a head whose vector grows with
-            the square of the channels on a map of more than 512; None means no reduction.
-        last_stride: 1 takes the last halving of the map out, without dilation, for a map twice as large in each direction.
+        head: name of a head, see :func:`eigengrain.heads.list_heads`.
+        num_classes: number of classes; 0 for a model that returns the head's vector.
+        reduce: channels after a 1 × 1 convolution before the head; ``auto`` reduces maps with more than 512 channels to 256
+            for heads whose vector grows with the square of the channels.
+        last_stride: 1 removes the last halving of the map, without dilation, for a map twice as large in each direction.
         stride_on: ``1x1`` for ResNet weights from Caffe or Keras, whose stages stride on the first 1 × 1 convolution.
         img_size: side, or (height, width), for backbones that are built for one size (ViT, Swin).
         weights: local file, ``.safetensors`` or a PyTorch file without code, see :func:`load_weights`.
-        pretrained: weights for the backbone from its library.
+        pretrained: download the weights of the backbone from its library.
         head_options: keyword arguments of the head.
         drop_rate: dropout between the head's vector and the classifier.
         backbone_options: keyword arguments of the backbone, such as ``drop_path_rate`` or ``dynamic_img_size``.
 
     Raises:
-        ValueError: for an unknown name, an option that does not fit, or a file that does not.
+        ValueError: for an unknown name (:class:`~eigengrain.errors.UnknownName`), an argument that does not fit
+            (:class:`~eigengrain.errors.ArgumentError`) or a file that does not (:class:`~eigengrain.errors.FileError`).
 
     Example:
         >>> import torch
@@ -63,15 +86,154 @@ def create_model(
     classes = DEFAULT_CLASSES if num_classes is None else num_classes
     drop = 0.0 if drop_rate is None else drop_rate
     if head_name not in list_heads():
-        raise UnknownName("head", head_name, list_heads())  # before a backbone is downloaded for it
+        raise UnknownName("head", head_name, list_heads())  # before a backbone is downloaded
     own = [name for name in inspect.signature(create_model).parameters if name != "backbone_options"]
     for option in backbone_options:
-        near = get_close_matches(option, own, n=1, cutoff=0.88)  # so near is a slip, not an option of a backbone
-        if near:
-            raise ValueError(f"create_model has no argument {option!r}: did you mean {near[0]!r}?")
+        if get_close_matches(option, own, n=1, cutoff=0.88):  # so close that it is a misspelling
+            raise UnknownName("argument", option, own)
     body = create_backbone(backbone, bool(pretrained), last_stride, stride_on or "3x3", img_size, **backbone_options)
     model = CovarianceNet(body, head_name, classes, reduce, head_options, drop)
     model.config |= {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": body.img_size}
     if weights is not None:
         load_weights(model, weights)
     return model
+
+
+def list_backbones(pattern: str = "*") -> list[str]:
+    """Names of the backbones that match a shell pattern: timm's, our ``plumage_net``, and torchvision's with ``tv:``.
+
+    Example:
+        >>> list_backbones("*alexnet")
+        ['tv:alexnet']
+    """
+    return [name for name in (*timm.list_models(), *_torchvision_names()) if fnmatch(name, pattern)]
+
+
+def _torchvision_names() -> list[str]:
+    return [PREFIX + name for name in torchvision_models.list_models(module=torchvision_models)]
+
+
+def check_backbone(name: str) -> None:
+    """Raise UnknownName, with close matches, unless timm or torchvision has a backbone of this name."""
+    if name.startswith(SOURCES):
+        return
+    bare = name if name.startswith(PREFIX) else name.partition(".")[0]  # timm names weights as name.tag
+    if not timm.is_model(bare) and bare not in _torchvision_names():
+        raise UnknownName("backbone", bare, list_backbones(), listing="list_backbones(), or 'eigengrain models'")
+
+
+def create_backbone(
+    name: str,
+    pretrained: bool = False,
+    last_stride: int | None = None,
+    stride_on: StrideOn = "3x3",
+    img_size: ImageSize | None = None,
+    **options: Any,
+) -> Backbone:
+    """Create a network of timm or torchvision up to its feature map.
+
+    Everything after ``forward_features`` is removed, so that every remaining parameter serves the feature map.
+
+    Args:
+        name, pretrained, last_stride, stride_on, img_size: as in :func:`create_model`.
+        options: arguments of the network, see its library; None stands for the network's own default.
+
+    Raises:
+        ValueError: for an unknown name, or an option that does not fit the network.
+    """
+    check_backbone(name)
+    sides = img_size if isinstance(img_size, tuple | list) else (img_size, img_size)
+    if img_size is not None and not (len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)):
+        raise ArgumentError("img_size", "must be a side or (height, width) in pixels", img_size)
+    options = {key: value for key, value in options.items() if value is not None}
+    source_options = _source_options(name)
+    net = _build(name, pretrained, img_size, options)
+    options = {key: source_options[key] for key in source_options.keys() - _OURS} | options
+    own: dict[str, Any] = dict(net.pretrained_cfg)  # type: ignore[arg-type]
+    description = {
+        key: tuple(own[key]) if isinstance(own[key], list) else own[key] for key in _DESCRIPTION if own.get(key) is not None
+    }
+    channels, *size = description.get("input_size", (3, 224, 224))
+    built_for = img_size or getattr(getattr(net, "patch_embed", None), "img_size", None) or size
+    height, width = (built_for, built_for) if isinstance(built_for, int) else built_for
+    image_shape = int(options.get("in_chans", channels)), int(height), int(width)
+    description["input_size"] = image_shape
+    if img_size is not None:
+        description.pop("test_input_size", None)
+
+    probed = probe(net, image_shape, name)
+    cut_after_map(net, probed)
+    probed = edit_strides(net, probed, image_shape, name, last_stride, stride_on)
+    description["pool_size"] = probed.size
+    return Backbone(
+        name=own["architecture"] if name.startswith(SOURCES) else name,
+        options=options,
+        img_size=image_shape[1:] if has_fixed_size(net) else None,
+        net=net,
+        layout=probed.layout,
+        channels=probed.channels,
+        description=description,
+        # distilled networks have several
+        classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",
+    )
+
+
+def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dict[str, Any]) -> nn.Module:
+    """The network, still with everything after its map."""
+    any_size = ArgumentError(
+        "img_size", f"is not an option of backbone {name!r}, which takes images of any size", img_size, "leave it out"
+    )
+    try:
+        if name.startswith(PREFIX):
+            if img_size is not None:
+                raise any_size
+            return TorchvisionTrunk(name.removeprefix(PREFIX), pretrained, **options)
+        # The pooling stays the network's own until it is cut off: timm moves the last normalisation in or out of
+        # forward_features with it, and weights would no longer fit.
+        net = timm.create_model(name, pretrained, num_classes=0, img_size=img_size, **options)
+    except TypeError as error:
+        if "'img_size'" in str(error):
+            raise any_size from error
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unexpected is None:
+            raise
+        problem, remedy = f"is not an option of backbone {name!r}", "leave it out, or see the options of its library"
+        raise ArgumentError(unexpected[1], problem, remedy=remedy) from error
+    except RuntimeError as error:
+        if "pretrained" not in str(error):
+            raise
+        raise ArgumentError("backbone", f"{name!r} is not available: {error}") from error
+    except OSError as error:
+        raise _download_error(name, error) from error
+    if img_size is not None and not has_fixed_size(net):
+        raise any_size
+    return net
+
+
+def _source_options(name: str) -> dict[str, Any]:
+    """Options in the description of a network on the hub or in a folder, to build it without that source."""
+    if not name.startswith(SOURCES):
+        return {}
+    source, _, place = name.partition(":")
+    if source == "hf-hub":
+        try:
+            return dict(timm.models.load_model_config_from_hf(place)[2] or {})
+        except OSError as error:
+            raise _download_error(name, error) from error
+    path = Path(place) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise FileError(path, f"backbone {name!r} needs it ({error})") from error
+    if "eigengrain" in config:
+        raise FileError(place, f"it is a whole model, not a backbone: open it with from_pretrained({place!r})")
+    return dict(config.get("model_args") or {})
+
+
+def _download_error(name: str, error: OSError) -> ArgumentError:
+    reason = (str(error).strip() or type(error).__name__).splitlines()[0].partition(". ")[0]
+    return ArgumentError(
+        "backbone",
+        f"{name!r} has files that cannot be downloaded or read ({reason})",
+        remedy="without a network, give {weights} a local file and leave {pretrained} off",
+    )

@@ -1,4 +1,4 @@
-"""``torch.export`` programs as ONNX graphs, and ONNX files as functions."""
+"""Convert ``torch.export`` programs to ONNX graphs, and run ONNX files."""
 
 import logging
 import math
@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from eigengrain.errors import ArgumentError
+
 
 def convert(
     program: torch.export.ExportedProgram, input_name: str, output_name: str, opset: int, dynamic_batch: bool = True
 ) -> Any:
-    """The program as PyTorch's ``ONNXProgram``, without traces of the machine that it was made on.
+    """Convert a program to PyTorch's ``ONNXProgram``, without the paths of the machine that exports it.
 
-    Args:
-        program: with one input and one output.
-        input_name, output_name: in the graph.
-        opset: ONNX operator set.
-        dynamic_batch: whether the first dimension of the program's input is one of any length; it is named ``batch``.
+    The program has one input and one output. With ``dynamic_batch`` the first dimension of the input is named ``batch``.
 
     Raises:
-        ValueError: if an operation has no form in ONNX, with its name.
+        ValueError: if ONNX lacks an operation, with its name.
     """
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass, DeduplicateInitializersPass
 
@@ -45,76 +43,59 @@ def convert(
             )
     except torch.onnx.OnnxExporterError as error:
         raise ValueError(first_line(error.__cause__ or error)) from error
-    _restore_digits(converted.model, _numbers(program))
+    arguments = [tree_flatten((node.args, node.kwargs))[0] for node in program.graph.nodes]
+    _restore_digits(converted.model, {value for values in arguments for value in values if isinstance(value, float)})
     ClearMetadataAndDocStringPass()(converted.model)  # stack traces with paths
-    DeduplicateInitializersPass(size_limit=2**20)(converted.model)  # an identity matrix for each step of an iteration
+    DeduplicateInitializersPass(size_limit=2**20)(converted.model)  # each step of an iteration has an identity matrix
     return converted
 
 
-def _numbers(program: torch.export.ExportedProgram) -> set[float]:
-    """The numbers that are written in a program's operations."""
-    found: set[float] = set()
-    for node in program.graph.nodes:
-        values, _ = tree_flatten((node.args, node.kwargs))
-        found.update(value for value in values if isinstance(value, float))
-    return found
-
-
 def _restore_digits(model: Any, numbers: set[float]) -> None:
-    """Put the numbers of a program back to double precision, as the exporter rounds them to float32 on their way.
+    """Restore the constants of a program to double precision, because the exporter rounds them to float32.
 
-    With rounded coefficients the iterations for a square root lose half of their digits, and may diverge: one of them
-    multiplies what lies beyond its interval by 13 in each step.
+    With rounded coefficients the iterations for a square root lose half of their digits and can diverge: one of them
+    multiplies values outside its interval by 13 in each step.
     """
     import onnx_ir
 
     exact = {float(np.float32(number)): number for number in numbers}
 
-    def restored(tensor: Any) -> Any:
+    def restore(tensor: Any) -> Any:
         values = tensor.numpy()
         if values.dtype != np.float64:
             return tensor
-        kinds, places = np.unique(values, return_inverse=True)
+        kinds, indices = np.unique(values, return_inverse=True)
         better = np.array([exact.get(float(kind), kind) for kind in kinds])
-        return onnx_ir.tensor(better[places].reshape(values.shape), name=tensor.name)
+        return onnx_ir.tensor(better[indices].reshape(values.shape), name=tensor.name)
 
     for value in model.graph.initializers.values():
-        value.const_value = restored(value.const_value)
+        value.const_value = restore(value.const_value)
     for node in model.graph.all_nodes():
         if node.op_type == "Constant" and "value" in node.attributes:
             tensor = node.attributes["value"].as_tensor()
-            node.attributes["value"] = onnx_ir.AttrTensor("value", restored(tensor))
+            node.attributes["value"] = onnx_ir.AttrTensor("value", restore(tensor))
 
 
 def runner(path: str | os.PathLike[str]) -> Callable[[Tensor], Tensor]:
-    """An ONNX file with one input and one output as a function, run by ONNX Runtime on the CPU.
-
-    Raises:
-        ValueError: if the runtime cannot open it.
-    """
+    """Open an ONNX file with one input and one output as a function, run by ONNX Runtime on the CPU."""
     import onnxruntime
 
     try:
         session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
-    except Exception as error:  # its errors have no class in common
-        raise ValueError(f"ONNX Runtime cannot open the file: {first_line(error)}; try another opset") from error
+    except Exception as error:  # its errors have no common base class
+        raise ArgumentError("opset", f"is not one that ONNX Runtime opens ({first_line(error)})") from error
     (image,) = session.get_inputs()
     return lambda images: torch.from_numpy(session.run(None, {image.name: images.numpy()})[0])
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of an error that has something to say.
-
-    Example:
-        >>> first_line(ValueError("no such thing\\nsee the manual"))
-        'no such thing'
-    """
+    """The first line of an error's message that is not empty, or else its class."""
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without what the exporter says about itself: its deprecations, constants it does not fold, rules it applies."""
+    """Silence the exporter's own messages: deprecations, constants that are not folded, rules that are applied."""
     logger = logging.getLogger("onnxscript")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -127,7 +108,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
-    """What PyTorch's exporter lacks: writing to the diagonal of a matrix, and to strided places in general."""
+    """Operations that PyTorch's exporter lacks: writing to the diagonal of a matrix, and to strided positions."""
     from onnxscript import opset18 as op
 
     def constant(values: Any) -> Any:
@@ -144,11 +125,11 @@ def _translations() -> dict[Callable[..., Any], Callable[..., Any]]:
 
     def as_strided_scatter(self: Any, src: Any, size: Any, stride: Any, storage_offset: Any = None) -> Any:
         shape = [int(length) for length in self.shape]
-        places = np.full((), storage_offset or 0, dtype=np.int64)
+        indices = np.full((), storage_offset or 0, dtype=np.int64)
         for length, step in zip(size, stride, strict=True):
-            places = places[..., None] + step * np.arange(length)
+            indices = indices[..., None] + step * np.arange(length)
         flat = op.Reshape(self, constant([math.prod(shape)]))
-        written = op.ScatterElements(flat, constant(places.reshape(-1)), op.Reshape(src, constant([-1])), axis=0)
+        written = op.ScatterElements(flat, constant(indices.reshape(-1)), op.Reshape(src, constant([-1])), axis=0)
         return op.Reshape(written, constant(shape))
 
     return {

@@ -1,11 +1,13 @@
-"""Parameters in groups: by layer, as timm's layer-wise decay wants them, and by part, each with a rate of its own."""
+"""Parameter groups: by layer for timm's layer-wise decay, and by part of the model, each with its own learning rate."""
 
 import math
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
+
+from eigengrain.errors import ArgumentError
 
 LayerOf = Callable[[str], float | tuple[float, ...]]
 
@@ -13,46 +15,37 @@ LayerOf = Callable[[str], float | tuple[float, ...]]
 _SAME_AS_PREVIOUS = (99999,)
 
 
-def prefixed_matcher(matcher: dict[str, Any] | LayerOf | None) -> dict[str, Any] | Callable[[str], tuple[float, ...]]:
-    """A backbone's ``group_matcher`` for a model that holds it as ``backbone``, with head and classifier as last layers.
+def prefix_matcher(matcher: dict[str, Any] | LayerOf | None) -> dict[str, Any] | Callable[[str], tuple[float, ...]]:
+    """Convert the ``group_matcher`` of a backbone to one of a model, with head and classifier as the last layers.
 
-    Args:
-        matcher: what the backbone's ``group_matcher()`` returned: regular expressions by name, a function from a
-            parameter's name to its layer, or None for a backbone without one, which is then a single layer.
+    It consists of regular expressions by name, or is a function from a parameter's name to its layer. None makes the
+    backbone a single layer.
     """
     if callable(matcher):
-        return _LayerOfParameter(matcher)
-    groups: dict[str, Any] = {f"backbone_{name}": _prefixed(spec) for name, spec in (matcher or {}).items()}
-    if groups:
-        groups["backbone_rest"] = [(r"^backbone\.", _SAME_AS_PREVIOUS)]
-    else:
-        groups["backbone"] = r"^backbone\."
-    return {**groups, "head": r"^head\.", "classifier": r"^classifier\."}
+        layer_of = matcher
+
+        def layer(parameter: str) -> tuple[float, ...]:
+            part, _, name = parameter.partition(".")
+            if part != "backbone":
+                return (math.inf, 1.0 if part == "classifier" else 0.0)
+            own = layer_of(name)
+            numbers = tuple(own) if isinstance(own, tuple | list) else (own,)
+            # parameters that the backbone does not number come after its layers and before the head
+            return (math.inf, -1.0) if math.inf in numbers else numbers
+
+        return layer
+    groups: dict[str, Any] = {f"backbone_{name}": _prefix(spec) for name, spec in (matcher or {}).items()}
+    rest = {"backbone_rest": [(r"^backbone\.", _SAME_AS_PREVIOUS)]} if groups else {"backbone": r"^backbone\."}
+    return {**groups, **rest, "head": r"^head\.", "classifier": r"^classifier\."}
 
 
-def _prefixed(spec: Any) -> Any:
+def _prefix(spec: Any) -> Any:
     if isinstance(spec, tuple | list):
-        return [(_prefixed(pattern), order) for pattern, order in spec]
+        return [(_prefix(pattern), order) for pattern, order in spec]
     if spec is None:
         return None
-    unanchored = re.sub(r"(^|\||\()\^", r"\1", spec)  # an anchor behind the prefix would never match
+    unanchored = re.sub(r"(^|\||\()\^", r"\1", spec)  # an anchor after the prefix would never match
     return rf"^backbone\.(?:{unanchored})"
-
-
-class _LayerOfParameter:
-    """A backbone's function from names to layers, for a model around it."""
-
-    def __init__(self, backbone: LayerOf):
-        self.backbone = backbone
-
-    def __call__(self, parameter: str) -> tuple[float, ...]:
-        part, _, name = parameter.partition(".")
-        if part != "backbone":
-            return (math.inf, 1.0 if part == "classifier" else 0.0)
-        layer = self.backbone(name)
-        numbers = tuple(layer) if isinstance(layer, tuple | list) else (layer,)
-        # what the backbone did not count comes after all that it did, and before the head
-        return (math.inf, -1.0) if math.inf in numbers else numbers
 
 
 def parameter_groups(
@@ -68,11 +61,11 @@ def parameter_groups(
     Args:
         model: from :func:`create_model`.
         lr: learning rate of the backbone.
-        weight_decay: of all parameters, as in the paper.
-        head_lr_scale: the head's rate is this many times ``lr``.
-        classifier_lr_scale: the classifier's rate is this many times ``lr``.
-        decay_norms_and_biases: False leaves vectors and scalars (normalisation, biases) and what the model lists in
-            ``no_weight_decay`` without decay, in groups named ``.../no_decay``.
+        weight_decay: weight decay, for all parameters as in the paper.
+        head_lr_scale: factor from ``lr`` to the learning rate of the head.
+        classifier_lr_scale: factor from ``lr`` to the learning rate of the classifier.
+        decay_norms_and_biases: False exempts vectors and scalars (normalisation, biases) and the parameters in
+            ``model.no_weight_decay()`` from decay, in groups named ``.../no_decay``.
 
     Returns:
         Dictionaries with ``name``, ``params``, ``lr`` and ``weight_decay``; a part without parameters has no group.
@@ -84,22 +77,14 @@ def parameter_groups(
         [('backbone', 0.1), ('classifier', 1.0)]
     """
     scales = {"backbone": 1.0, "head": head_lr_scale, "classifier": classifier_lr_scale}
-    spared = set() if decay_norms_and_biases else set(model.no_weight_decay())  # type: ignore[operator]
+    exempt = set() if decay_norms_and_biases else set(model.no_weight_decay())  # type: ignore[operator]
     groups: dict[str, dict[str, Any]] = {}
-    for name, parameter in _by_part(model, scales):
+    for name, parameter in model.named_parameters():
         part = name.partition(".")[0]
-        decays = decay_norms_and_biases or (parameter.ndim > 1 and name not in spared)
+        if part not in scales:
+            raise ArgumentError("model", f"must come from create_model: parameter {name!r} is not in {', '.join(scales)}")
+        decays = decay_norms_and_biases or (parameter.ndim > 1 and name not in exempt)
         key = part if decays else f"{part}/no_decay"
         empty = {"name": key, "params": [], "lr": lr * scales[part], "weight_decay": weight_decay if decays else 0.0}
         groups.setdefault(key, empty)["params"].append(parameter)
     return list(groups.values())
-
-
-def _by_part(model: nn.Module, parts: dict[str, float]) -> Iterator[tuple[str, nn.Parameter]]:
-    """Named parameters, each once: a model of other parts than ours has no rate for them."""
-    for name, parameter in model.named_parameters():
-        if name.partition(".")[0] not in parts:
-            raise ValueError(
-                f"parameter {name!r} belongs to none of {', '.join(parts)}: parameter_groups is for models of create_model"
-            )
-        yield name, parameter
