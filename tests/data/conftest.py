@@ -1,7 +1,8 @@
-"""Small folders as each data set is published, with generated images."""
+"""Small folders in the published layout of each data set, with generated images."""
 
 import json
 import os
+import shutil
 import zipfile
 from pathlib import Path
 from zlib import crc32
@@ -14,7 +15,7 @@ import eigengrain._torchvision  # noqa: F401  (before any test module imports ti
 
 
 def draw(path, size=(12, 10), seed=None, **options):
-    """A random image; its seed is the end of its path unless said."""
+    """Write a random image; by default its seed is derived from the end of its path."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     generator = np.random.default_rng(crc32("/".join(path.parts[-3:]).encode()) if seed is None else seed)
@@ -98,7 +99,7 @@ def cars(tmp_path):
 
 @pytest.fixture
 def cars_single(tmp_path):
-    """The same data set in its other published layout, with one annotation file."""
+    """Cars in the other published layout, with one annotation file."""
     io = pytest.importorskip("scipy.io")
     root = tmp_path / "cars"
     fields = ("relative_im_path", "bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2", "class", "test")
@@ -176,12 +177,33 @@ def folder(tmp_path):
     return root
 
 
+@pytest.fixture
+def damaged(folder):
+    """A text file, a truncated file and an empty one, and equal images within a split and across the splits."""
+    (folder / "train/cat/0.png").write_text("no image")
+    intact = folder / "train/cat/1.png"
+    pixels = intact.read_bytes()
+    intact.write_bytes(pixels[: len(pixels) * 2 // 3])
+    (folder / "test/dog/0.png").write_bytes(b"")
+    Image.open(folder / "train/dog/0.png").save(folder / "train/dog/1.png", compress_level=1)  # other bytes, same pixels
+    shutil.copy(folder / "train/dog/2.png", folder / "test/cat/0.png")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    """Image files of many proportions."""
+    from data.batches import write_images
+
+    return write_images(tmp_path_factory.mktemp("images"))
+
+
 @pytest.fixture(scope="session")
 def cub_mini(tmp_path_factory):
-    """Eight real classes of CUB, where they are at hand."""
+    """Eight real classes of CUB, if they are available."""
     beside = Path(__file__).resolve().parents[2].parent / "shared" / "data"
-    for place in (os.environ.get("EIGENGRAIN_DATA"), beside):
-        archive = Path(place) / "cub-mini.zip" if place else None
+    for folder in (os.environ.get("EIGENGRAIN_DATA"), beside):
+        archive = Path(folder) / "cub-mini.zip" if folder else None
         if archive is not None and archive.is_file():
             out = tmp_path_factory.mktemp("cub-mini")
             with zipfile.ZipFile(archive) as file:

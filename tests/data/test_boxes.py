@@ -1,4 +1,4 @@
-"""Boxes and masks go where the pixels go: against images that went through the very same transform."""
+"""Boxes and masks follow the pixels: compared with images under the same transform."""
 
 import numpy as np
 import pytest
@@ -9,6 +9,7 @@ from torch.nn.functional import max_pool2d
 from eigengrain.data import Transforms, build_transform, open_dataset
 from eigengrain.data.boxes import box_mask, mask_through, object_mask, part_mask
 from eigengrain.data.plumage import open_plumage
+from eigengrain.errors import ArgumentError
 
 ZERO, ONE = (0.0,) * 3, (1.0,) * 3
 
@@ -29,7 +30,7 @@ def evaluation(config):
 
 
 def borders(mask):
-    """Pixels that have both kinds within one step of them, at the image's edge too."""
+    """Pixels with both values within one step, also at the edge of the image."""
     wide = max_pool2d(mask[None, None].float(), 3, 1, 1)
     narrow = -max_pool2d(-mask[None, None].float(), 3, 1, 1)
     return (wide != narrow)[0, 0]
@@ -37,28 +38,27 @@ def borders(mask):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("name", CONFIGS)
-def test_a_box_lands_where_its_pixels_land(name, size):
+def test_a_box_follows_its_pixels(name, size):
     transform = evaluation(CONFIGS[name])
     width, height = size
     box = (round(0.2 * width), round(0.3 * height), round(0.7 * width), round(0.85 * height))
     pixels = np.zeros((height, width, 3), np.uint8)
     pixels[box[1] : box[3], box[0] : box[2]] = 255
     # the image's own interpolation: a pixel that is more than half white is inside
-    seen = transform(Image.fromarray(pixels))[0] > 0.5
+    expected = transform(Image.fromarray(pixels))[0] > 0.5
     ours = box_mask(box, size, transform)
     assert ours.dtype == torch.bool
-    assert ours.shape == seen.shape
+    assert ours.shape == expected.shape
     assert ours.any()
     assert not ours.all()
-    wrong = ours != seen
-    assert not (wrong & ~borders(seen)).any()
+    assert not ((ours != expected) & ~borders(expected)).any()
     nearest = mask_through(pixels[..., 0] > 0, transform)
-    assert not ((nearest != seen) & ~borders(seen)).any()
-    # not only near: the areas agree but for a part of the border
-    assert abs(int(ours.sum()) - int(seen.sum())) <= 0.5 * borders(seen).sum()
+    assert not ((nearest != expected) & ~borders(expected)).any()
+    # the areas agree up to a part of the border
+    assert abs(int(ours.sum()) - int(expected.sum())) <= 0.5 * borders(expected).sum()
 
 
-def test_whole_pixels_are_exact():
+def test_integer_boxes_are_exact():
     transform = evaluation(Transforms("none"))
     mask = box_mask((2, 1, 5, 4), (7, 6), transform)
     expected = torch.zeros(6, 7, dtype=torch.bool)
@@ -67,7 +67,7 @@ def test_whole_pixels_are_exact():
     assert torch.equal(mask_through(expected, transform), expected)
 
 
-def test_a_crop_cuts_a_box_and_may_leave_nothing():
+def test_a_crop_may_cut_a_box_or_remove_it():
     transform = evaluation(Transforms("paper", 8, resize=16))
     assert box_mask((0, 0, 16, 16), (16, 16), transform).all()
     assert not box_mask((0, 0, 4, 16), (16, 16), transform).any()
@@ -76,20 +76,25 @@ def test_a_crop_cuts_a_box_and_may_leave_nothing():
     assert cut[:4, :4].all()
 
 
-def test_refusals():
-    training = build_transform(Transforms("paper", 8), True, ZERO, ONE)
-    for transform, said in ((training, "one for training"), (None, "NoneType"), (lambda image: image, "function")):
-        with pytest.raises(ValueError, match=said):
-            box_mask((0, 0, 1, 1), (4, 4), transform)
-        with pytest.raises(ValueError, match=said):
-            mask_through(np.ones((4, 4), bool), transform)
-    transform = evaluation(Transforms("none"))
-    with pytest.raises(ValueError, match="left, top, right, bottom"):
-        box_mask((3, 0, 1, 1), (4, 4), transform)
-    with pytest.raises(ValueError, match="boolean"):
-        mask_through(np.ones((4, 4)), transform)
-    with pytest.raises(ValueError, match="boolean"):
-        mask_through(torch.ones(1, 4, 4) > 0, transform)
+def test_arguments_are_checked():
+    training, evaluating = build_transform(Transforms("paper", 8), True, ZERO, ONE), evaluation(Transforms("none"))
+    cases = [
+        (call, "pipeline")
+        for transform in (training, None, str)
+        for call in (
+            lambda transform=transform: box_mask((0, 0, 1, 1), (4, 4), transform),
+            lambda transform=transform: mask_through(np.ones((4, 4), bool), transform),
+        )
+    ]
+    cases += [
+        (lambda: box_mask((3, 0, 1, 1), (4, 4), evaluating), "box"),
+        (lambda: mask_through(np.ones((4, 4)), evaluating), "mask"),
+        (lambda: mask_through(torch.ones(1, 4, 4) > 0, evaluating), "mask"),
+    ]
+    for call, argument in cases:
+        with pytest.raises(ArgumentError) as error:
+            call()
+        assert error.value.argument == argument
 
 
 def test_plumage_has_masks_and_parts():
@@ -115,7 +120,7 @@ def test_a_data_set_with_boxes_and_one_without(cub, folder):
     assert object_mask(photos, 0, photos.image(0).size) is None
 
 
-def test_real_boxes_cover_a_part_of_the_photograph(cub_mini):
+def test_real_boxes_cover_part_of_the_photograph(cub_mini):
     birds = open_dataset("cub", cub_mini, "test")
     birds.transform = evaluation(Transforms.of_scripts("cub", 112))
     shares = [object_mask(birds, i, birds.image(i).size).double().mean().item() for i in range(0, len(birds), 10)]

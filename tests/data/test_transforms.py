@@ -1,6 +1,7 @@
-"""Transforms against torchvision's own and timm's, number by number."""
+"""Transforms give the same numbers as those of torchvision and timm."""
 
 import random
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -10,8 +11,11 @@ from timm.data import create_transform
 from torchvision import transforms as T
 
 from eigengrain.data import ImageSet, Transforms, build_transform
-from eigengrain.data.randomness import seeded
+from eigengrain.data.preprocessing import Interpolation, Kind
+from eigengrain.data.sampler import seeded
 from eigengrain.data.transforms import Pipeline
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.names import INTERPOLATIONS, TRANSFORMS
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
@@ -21,7 +25,7 @@ def image():
     return Image.fromarray(np.random.default_rng(0).integers(0, 256, (50, 83, 3), dtype=np.uint8))
 
 
-# config: torchvision's steps before the tensor, in training and in tests
+# config, and torchvision's steps before the tensor in training and in tests
 CASES = {
     "paper": (
         Transforms("paper", 42),
@@ -42,6 +46,25 @@ CASES = {
         Transforms("imagenet", 28),
         [T.Resize(32), T.RandomCrop(28), T.RandomHorizontalFlip()],
         [T.Resize(32), T.CenterCrop(28)],
+    ),
+    "imagenet-warped": (
+        Transforms("imagenet", 28, keep_aspect=False),
+        [T.Resize((32, 32)), T.RandomCrop(28), T.RandomHorizontalFlip()],
+        [T.Resize((32, 32)), T.CenterCrop(28)],
+    ),
+    "imagenet-scale": (
+        Transforms("imagenet", 28, scale=(0.1, 0.8)),
+        [T.Resize(32), T.RandomResizedCrop(28, (0.1, 0.8)), T.RandomHorizontalFlip()],
+        [T.Resize(32), T.CenterCrop(28)],
+    ),
+    "imagenet-ratio": (
+        Transforms("imagenet", 28, keep_aspect=False, scale=(0.3, 1.0), ratio=(0.5, 2.0), interpolation="bicubic"),
+        [
+            T.Resize((32, 32), T.InterpolationMode.BICUBIC),
+            T.RandomResizedCrop(28, (0.3, 1.0), (0.5, 2.0), T.InterpolationMode.BICUBIC),
+            T.RandomHorizontalFlip(),
+        ],
+        [T.Resize((32, 32), T.InterpolationMode.BICUBIC), T.CenterCrop(28)],
     ),
     "none": (Transforms("none"), [T.RandomHorizontalFlip()], []),
     "no-flip": (Transforms("paper", 28, resize=40, flip=False), [T.Resize((40, 40)), T.CenterCrop(28)], None),
@@ -82,13 +105,13 @@ def test_sizes_of_the_paper():
 
 
 @pytest.mark.parametrize("crop_pct", [None, 0.95, 1.0])
-def test_timm_tests_are_timms(image, crop_pct):
+def test_timm_evaluation_equals_timm(image, crop_pct):
     ours = build_transform(Transforms("timm", 28, crop_pct=crop_pct, interpolation="bicubic"), False, MEAN, STD)
     theirs = create_transform(28, crop_pct=crop_pct, interpolation="bicubic", mean=MEAN, std=STD)
     torch.testing.assert_close(ours(image), theirs(image), rtol=0, atol=1e-6)
 
 
-def test_timm_training_is_timms(image):
+def test_timm_training_equals_timm(image):
     options = {"auto_augment": "rand-m9-mstd0.5", "scale": (0.4, 1.0), "ratio": (0.8, 1.25), "interpolation": "bicubic"}
     ours = build_transform(Transforms("timm", 28, reprob=0.5, **options), True, MEAN, STD)
     theirs = create_transform(
@@ -103,7 +126,7 @@ def test_timm_training_is_timms(image):
     assert len({tuple(r.flatten().tolist()) for r in results}) == 8
 
 
-def test_all_generators_are_put_back():
+def test_generators_are_restored():
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
     expected = torch.rand(2).tolist(), random.random(), np.random.rand()
     torch.manual_seed(1), random.seed(1), np.random.seed(1)
@@ -136,27 +159,44 @@ def test_augmentation_depends_on_seed_epoch_and_index(kind, image, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "argument"),
     [
-        ({"kind": "papper"}, "unknown kind of transforms 'papper': choose from paper"),
-        ({"img_size": 0}, "at least 1 pixel"),
-        ({"resize": 300}, "at least img_size 448"),
-        ({"kind": "timm", "resize": 512}, "not used by the timm"),
-        ({"auto_augment": "rand-m9"}, "auto_augment: for kind timm only"),
-        ({"keep_aspect": False}, "keep_aspect=False is for the scripts"),
-        ({"kind": "timm", "reprob": 2.0}, "probability"),
+        ({"img_size": 0}, "img_size"),
+        ({"resize": 300}, "resize"),
+        ({"kind": "timm", "resize": 512}, "resize"),
+        ({"auto_augment": "rand-m9"}, "auto_augment"),
+        ({"keep_aspect": False}, "keep_aspect"),
+        ({"kind": "timm", "keep_aspect": False}, "keep_aspect"),
+        ({"scale": (0.3, 1.0)}, "scale"),
+        ({"kind": "imagenet", "reprob": 0.5}, "reprob"),
+        ({"kind": "imagenet", "ratio": (0.5, 2.0)}, "ratio"),
+        ({"kind": "imagenet", "scale": (0.0, 0.5)}, "scale"),
+        ({"kind": "timm", "reprob": 2.0}, "reprob"),
         ({"kind": "timm", "crop_pct": 0.0}, "crop_pct"),
-        ({"kind": "timm", "scale": (1.0, 0.5)}, "scale must be"),
+        ({"kind": "timm", "scale": (1.0, 0.5)}, "scale"),
     ],
 )
-def test_config_is_checked(options, message):
-    with pytest.raises(ValueError, match=message):
+def test_config_is_checked(options, argument):
+    with pytest.raises(ArgumentError) as error:
         Transforms(**options)
+    assert error.value.argument == argument
+
+
+def test_names_of_kinds():
+    assert get_args(Kind) == TRANSFORMS
+    assert get_args(Interpolation) == INTERPOLATIONS
+    with pytest.raises(UnknownName) as error:
+        Transforms("papper")
+    assert error.value.suggestions == ["paper"]
 
 
 def test_transform_is_checked():
-    with pytest.raises(ValueError, match="3 numbers each"):
-        build_transform(Transforms(), True, (0.5,), STD)
-    with pytest.raises(ValueError, match="timm does not know auto_augment 'nonsense'"):
-        build_transform(Transforms("timm", auto_augment="nonsense"), True, MEAN, STD)
+    for config, mean, std, argument in (
+        (Transforms(), (0.5,), STD, "mean"),
+        (Transforms(), MEAN, (0.5, 0.5, 0.0), "std"),
+        (Transforms("timm", auto_augment="nonsense"), MEAN, STD, "auto_augment"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            build_transform(config, True, mean, std)
+        assert error.value.argument == argument
     assert isinstance(build_transform(Transforms(), True, MEAN, STD), Pipeline)

@@ -1,4 +1,4 @@
-"""Images that would spoil a training: unreadable, cut short, or there more than once."""
+"""Find images that would spoil a training: unreadable, truncated, or duplicated."""
 
 import hashlib
 from collections.abc import Sequence
@@ -11,43 +11,33 @@ from torch.utils.data import Dataset
 
 from eigengrain.data.image_set import ImageSet
 from eigengrain.data.workers import Workers
-from eigengrain.progress import tracked
+from eigengrain.errors import ImageError
+from eigengrain.progress import track
 
-#: images that a worker looks at before it reports
-_TOGETHER = 8
+#: images that a worker checks before it reports
+_CHUNK = 8
+
+Kind = Literal["unreadable", "truncated", "duplicate", "empty"]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What is wrong with one image, or with a folder of images.
-
-    Args:
-        split: that it belongs to.
-        index: its number in the split; None for a folder.
-        path: its file.
-        kind: unreadable, truncated (which is unreadable too), duplicate, or empty for a folder without images.
-        reason: in a few words.
-    """
+    """A problem of one image, or of a folder without images, which has no index."""
 
     split: str
     index: int | None
     path: str
-    kind: Literal["unreadable", "truncated", "duplicate", "empty"]
+    kind: Kind
     reason: str
 
 
 def find_unreadable(dataset: ImageSet, workers: int = 0, progress: bool = True) -> list[Problem]:
-    """Images of a data set that cannot be decoded to the last pixel, with the reason; to be asked before a training.
-
-    Args:
-        dataset: whose images are opened, each once; its transform is not used.
-        workers: processes that decode.
-        progress: whether to show a bar on a terminal.
+    """Find the images of a data set that cannot be decoded completely; its transform is not used.
 
     Example:
         >>> birds = ImageSet("birds", "train", ["wren"], [0], ["no/such.jpg"])
         >>> find_unreadable(birds)
-        [Problem(split='train', index=0, path='no/such.jpg', kind='unreadable', reason='there is no such file')]
+        [Problem(split='train', index=0, path='no/such.jpg', kind='unreadable', reason='the file does not exist')]
     """
     return find_problems([dataset], workers, progress, duplicates=False)
 
@@ -55,45 +45,39 @@ def find_unreadable(dataset: ImageSet, workers: int = 0, progress: bool = True) 
 def find_problems(
     datasets: Sequence[ImageSet], workers: int = 0, progress: bool = True, duplicates: bool = True
 ) -> list[Problem]:
-    """Unreadable images, and images with the same pixels as one before, within a split or across the splits.
-
-    Args:
-        datasets: the splits of a data set.
-        workers: processes that decode.
-        progress: whether to show a bar on a terminal.
-        duplicates: whether to look for equal images.
-    """
+    """Find unreadable images, and images with the same pixels as an earlier one, within a split or across splits."""
     problems: list[Problem] = []
     first_with: dict[bytes, tuple[ImageSet, int]] = {}
     for dataset in datasets:
-        looked_at = Workers(
-            _Looked(dataset, duplicates), list, workers=workers, batch_size=_TOGETHER, generator=torch.Generator()
-        )
+        checks = _Checks(dataset, duplicates)
+        results = Workers(checks, list, workers=workers, batch_size=_CHUNK, generator=torch.Generator())
         title = f"checking {dataset.name} ({dataset.split})"
-        for batch in tracked(looked_at, len(dataset), title, step=_TOGETHER, show=progress):
-            for index, reason, digest in batch:
-                path = str(dataset.path(index) or f"image {index}")
-                if reason:
-                    cut = "truncated" in reason.lower()
-                    problems.append(Problem(dataset.split, index, path, "truncated" if cut else "unreadable", reason))
-                elif duplicates:
-                    before, number = first_with.setdefault(digest, (dataset, index))
-                    if (before, number) != (dataset, index):
-                        said = _same(dataset, index, before, number)
-                        problems.append(Problem(dataset.split, index, path, "duplicate", said))
+        for batch in track(results, len(dataset), title, step=_CHUNK, show=progress):
+            for index, problem, digest in batch:
+                if problem is None and duplicates:
+                    earlier, original = first_with.setdefault(digest, (dataset, index))
+                    if (earlier, original) != (dataset, index):
+                        problem = _make_problem(dataset, index, "duplicate", _compare(dataset, index, earlier, original))
+                if problem is not None:
+                    problems.append(problem)
     return problems
 
 
-def _same(dataset: ImageSet, index: int, before: ImageSet, number: int) -> str:
-    said = f"the same pixels as {before.path(number) or f'image {number}'}"
-    if before.split != dataset.split:
-        said += f" of the split {before.split}"
-    ours, theirs = dataset.classes[dataset.labels[index]], before.classes[before.labels[number]]
-    return said if ours == theirs else f"{said}, but of another class: {ours} here, {theirs} there"
+def _make_problem(dataset: ImageSet, index: int, kind: Kind, reason: str) -> Problem:
+    return Problem(dataset.split, index, str(dataset.path(index) or f"image {index}"), kind, reason)
 
 
-class _Looked(Dataset[tuple[int, str, bytes]]):
-    """(number, what is wrong, digest of the pixels) of each image."""
+def _compare(dataset: ImageSet, index: int, earlier: ImageSet, original: int) -> str:
+    """Describe a duplicate by the earlier image, and by the classes if they differ."""
+    reason = f"same pixels as {earlier.path(original) or f'image {original}'}"
+    if earlier.split != dataset.split:
+        reason += f" in the split {earlier.split}"
+    ours, theirs = dataset.classes[dataset.labels[index]], earlier.classes[earlier.labels[original]]
+    return reason if ours == theirs else f"{reason}, but of another class: {ours} here, {theirs} there"
+
+
+class _Checks(Dataset[tuple[int, Problem | None, bytes]]):
+    """Index, problem, and digest of the pixels of each image."""
 
     def __init__(self, dataset: ImageSet, digests: bool):
         self.dataset, self.digests = dataset, digests
@@ -101,16 +85,18 @@ class _Looked(Dataset[tuple[int, str, bytes]]):
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> tuple[int, str, bytes]:
-        # where some library has switched it on, a file that is cut short would be filled with grey and pass
+    def __getitem__(self, index: int) -> tuple[int, Problem | None, bytes]:
+        # if some library has switched it on, Pillow would fill a truncated file with grey
         tolerant, ImageFile.LOAD_TRUNCATED_IMAGES = ImageFile.LOAD_TRUNCATED_IMAGES, False
         try:
             image = self.dataset.image(index)
-        except ValueError as error:
-            return index, str(error).removeprefix(f"{self.dataset.path(index)}: "), b""
+        except ImageError as error:
+            kind: Kind = "truncated" if error.truncated else "unreadable"
+            return index, _make_problem(self.dataset, index, kind, error.problem), b""
+        except ValueError as error:  # of a subclass that reads its images differently
+            return index, _make_problem(self.dataset, index, "unreadable", str(error)), b""
         finally:
             ImageFile.LOAD_TRUNCATED_IMAGES = tolerant
-        if not self.digests:
-            return index, "", b""
-        # the size belongs to the image: a row of pixels may be a column elsewhere
-        return index, "", hashlib.blake2b(f"{image.size}".encode() + image.tobytes(), digest_size=16).digest()
+        # the size is part of the key: the same bytes may be rows of one image and columns of another
+        key = f"{image.size}".encode() + image.tobytes() if self.digests else b""
+        return index, None, hashlib.blake2b(key, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""A whole data set in the device's memory: decoded once, augmented there."""
+"""A data set in the memory of the device: decoded once, augmented there."""
 
 import copy
 import logging
@@ -9,44 +9,40 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from eigengrain.data.image_set import ImageSet
-from eigengrain.data.loader import Batches, Order
-from eigengrain.data.randomness import derive
-from eigengrain.data.transforms import Pipeline, pixels_of
+from eigengrain.data.image_set import ImageSet, check_sizes
+from eigengrain.data.loader import Batches
+from eigengrain.data.sampler import BatchSampler, derive
+from eigengrain.data.transforms import Pipeline, to_pixels
 from eigengrain.data.workers import Workers
-from eigengrain.progress import tracked
+from eigengrain.errors import ArgumentError
+from eigengrain.progress import track
 
 #: images that are decoded and sent to the device together
-_TOGETHER = 32
+_CHUNK = 32
 
 _log = logging.getLogger(__name__)
 
-#: decoded files on a device, by how they were prepared and by their paths
+#: decoded files on a device, by their preparation and path
 Decoded = MutableMapping[Any, Tensor]
 
 
 class DeviceCache(Batches):
-    """The batches of a :class:`~eigengrain.data.loader.Loader`, made on the device from images that were decoded once.
+    """The batches of a :class:`~eigengrain.data.Loader`, made on the device from images that are decoded once.
 
-    The data set's transform is followed as it stands: what is the same in every epoch is done once and kept as uint8, crops
-    and mirroring are drawn from (seed, epoch, index) as the loader draws them, so the batches are the loader's.
+    The steps of the transform that are the same in every epoch are done once, and their result is stored as uint8. Crops
+    and flips are drawn from (seed, epoch, index) as in the loader, so the batches are the same. Crops of random size
+    (``scale``) are the same up to rounding: they are resized on the device, see :func:`resize_all`.
 
     Args:
-        dataset: with a transform of ``build_transform``; timm's augmentation works on images on the CPU and is refused.
-        batch_size: samples of a batch, over all ranks together.
-        train: whether to shuffle.
-        device: where the images are kept and the batches are made.
+        dataset: data set with a transform of ``build_transform``, but not the augmentation of timm, which needs the CPU.
+        batch_size, train, seed, rank, world_size, drop_last: as in :func:`~eigengrain.data.make_loader`; in evaluation only
+            the samples of this rank are stored.
+        device: device that stores the images and makes the batches.
         workers: processes that decode the images, once.
-        seed: of the order and of the augmentation.
-        rank: of this process; in evaluation only its own samples are kept.
-        world_size: how many processes there are.
-        drop_last: whether the last batch is left out if it is not full; by default in training.
-        progress: whether to show a bar.
-        decoded: images of earlier caches; those that it lacks are added. Trainings that are given the same one decode a
-            file once, also where they split the images in other ways.
+        decoded: images of earlier caches; missing ones are added. Trainings that share it decode each file once.
 
     Raises:
-        ValueError: for a transform that cannot be followed, numbers out of range, or a device without room for the images.
+        ArgumentError: for a transform that is not supported, numbers out of range, or a device with too little free memory.
     """
 
     def __init__(
@@ -64,97 +60,128 @@ class DeviceCache(Batches):
         progress: bool = True,
         decoded: Decoded | None = None,
     ):
-        if not isinstance(dataset.transform, Pipeline):
-            raise ValueError(
-                "the images can be kept on the device if they are resized, cropped and mirrored only, and this data set's "
-                f"transform is {type(dataset.transform).__name__}: use the paper, scripts, imagenet or none transforms, "
-                "or no cache"
-            )
-        self.order = Order(
+        self.pipeline = _supported_pipeline(dataset)
+        self.sampler = BatchSampler(
             len(dataset), batch_size, train=train, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last
         )
         dataset.seed = seed
         self.dataset, self.device = dataset, torch.device(device)
-        self.pipeline = copy.copy(dataset.transform)  # with its numbers where the images are
         self.pipeline.mean, self.pipeline.std = (t.to(self.device) for t in (self.pipeline.mean, self.pipeline.std))
-        wanted = list(range(len(dataset)) if train else [number for batch in self.order for number in batch])
         self._labels = torch.tensor(dataset.labels, device=self.device)
-        keys = {number: (str(self.device), *self.pipeline.preparation, dataset.path(number)) for number in wanted}
-        known = decoded if decoded is not None and dataset.paths is not None else {}
-        self._images: dict[int, Tensor] = {number: known[key] for number, key in keys.items() if key in known}
-        self._fill([number for number in wanted if number not in self._images], workers, progress)
-        known.update({key: self._images[number] for number, key in keys.items()})
+        indices = list(range(len(dataset)) if train else [index for batch in self.sampler for index in batch])
+        keys = {index: (str(self.device), *self.pipeline.preparation, dataset.path(index)) for index in indices}
+        shared = decoded if decoded is not None and dataset.paths is not None else {}
+        self._images: dict[int, Tensor] = {index: shared[key] for index, key in keys.items() if key in shared}
+        self._fill([index for index in indices if index not in self._images], workers, progress)
+        shared.update({key: self._images[index] for index, key in keys.items()})
         self.nbytes = sum(image.numel() for image in self._images.values())
-        _log.info("%d images of %s are kept on %s: %.2f GiB", len(wanted), dataset.name, self.device, self.nbytes / 2**30)
+        _log.info("%d images of %s stored on %s: %.2f GiB", len(indices), dataset.name, self.device, self.nbytes / 2**30)
 
-    def _fill(self, wanted: list[int], workers: int, progress: bool) -> None:
-        if not wanted:
+    def _fill(self, indices: list[int], workers: int, progress: bool) -> None:
+        if not indices:
             return
-        decoded = Workers(
-            _Prepared(self.dataset, self.pipeline),
-            _flat,
-            batch_size=_TOGETHER,
-            sampler=wanted,
-            workers=workers,
-            generator=torch.Generator(),
-        )
+        images, generator = _Prepared(self.dataset, self.pipeline), torch.Generator()
+        chunks = Workers(images, _flatten, workers=workers, batch_size=_CHUNK, sampler=indices, generator=generator)
         title = f"decoding {self.dataset.name} ({self.dataset.split}) to {self.device}"
-        for turn, (numbers, shapes, pixels) in enumerate(tracked(decoded, len(decoded), title, show=progress)):
-            if turn == 0:
-                self._check_room(pixels.numel() / len(numbers) * len(wanted))
-            # one copy for all of them, whose memory the parts share; on the CPU too, as what a worker sends lies in shared
-            # memory, of which there may be little, and holds a file open
+        for number, (chunk, shapes, pixels) in enumerate(track(chunks, len(chunks), title, show=progress)):
+            if number == 0:
+                self._check_memory(pixels.numel() / len(chunk) * len(indices))
+            # one copy for the chunk, whose memory the images share; on the CPU too, because tensors of a worker are in
+            # shared memory, which may be small, and keep a file open
             parts = pixels.to(self.device, copy=True).split([shape.numel() for shape in shapes])
-            self._images |= {n: part.view(shape) for n, part, shape in zip(numbers, parts, shapes, strict=True)}
+            self._images |= {index: part.view(shape) for index, part, shape in zip(chunk, parts, shapes, strict=True)}
 
-    def _check_room(self, needed: float) -> None:
-        if self.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(self.device)
-            if needed > free:
-                raise ValueError(
-                    f"{self.dataset.name} needs {needed / 2**30:.1f} GiB on {self.device}, and {free / 2**30:.1f} GiB "
-                    "are free: read the images from the disk (no cache) or use smaller ones"
-                )
+    def _check_memory(self, needed: float) -> None:
+        free = torch.cuda.mem_get_info(self.device)[0] if self.device.type == "cuda" else float("inf")
+        if needed > free:
+            sizes = f"{free / 2**30:.1f} GiB of free memory, and {self.dataset.name} needs {needed / 2**30:.1f} GiB"
+            raise ArgumentError("device", f"{self.device} has {sizes}", remedy="use no cache, or smaller images")
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        epoch = self.order.epoch
-        for batch in self.order:
-            yield self._batch(list(batch), epoch)
+        epoch = self.sampler.epoch
+        for batch in self.sampler:
+            yield self._make_batch(batch, epoch)
 
-    def _batch(self, numbers: list[int], epoch: int) -> tuple[Tensor, Tensor]:
-        crops, mirrored = [], []
+    def _make_batch(self, indices: Sequence[int], epoch: int) -> tuple[Tensor, Tensor]:
+        crops, flips = [], []
         generator = torch.default_generator.get_state()  # the only one that a Pipeline draws from
-        for number in numbers:
-            image = self._images[number]
-            torch.default_generator.manual_seed(derive(self.dataset.seed, epoch, number))
-            top, left, mirror = self.pipeline.choose(image)
-            size = self.pipeline.crop if self.pipeline.random_crop else None
-            crops.append(image if size is None else image[:, top : top + size, left : left + size])
-            mirrored.append(mirror)
+        for index in indices:
+            image = self._images[index]
+            torch.default_generator.manual_seed(derive(self.dataset.seed, epoch, index))
+            crop, flip = self.pipeline.choose(image)
+            if crop is not None:
+                top, left, height, width = crop
+                image = image[:, top : top + height, left : left + width]
+            crops.append(image)
+            flips.append(flip)
         torch.default_generator.set_state(generator)
-        if len({crop.shape for crop in crops}) > 1:
-            raise ValueError("the images of a batch differ in size: use a transform that crops")
-        images = torch.stack(crops)
-        which, places = self._sent(list(zip(mirrored, numbers, strict=True))).unbind(1)
-        if any(mirrored):
-            images = torch.where(which.bool().view(-1, 1, 1, 1), images.flip(-1), images)
+        if self.pipeline.random_size is not None and self.pipeline.crop is not None:
+            images = resize_all(crops, self.pipeline.crop)
+        else:
+            check_sizes(crops)
+            images = torch.stack(crops)
+        flipped, places = _send(list(zip(flips, indices, strict=True)), self.device).unbind(1)
+        if any(flips):
+            images = torch.where(flipped.bool().view(-1, 1, 1, 1), images.flip(-1), images)
         return self.pipeline.normalise(images), self._labels[places]
 
-    def _sent(self, numbers: Any) -> Tensor:
-        """Numbers on the device, without waiting for what it does at the moment."""
-        made = torch.tensor(numbers, dtype=torch.int64)
-        return made.pin_memory().to(self.device, non_blocking=True) if self.device.type == "cuda" else made.to(self.device)
+
+def _supported_pipeline(dataset: ImageSet) -> Pipeline:
+    """A copy of the transform of a data set, if the cache supports it."""
+    pipeline = dataset.transform
+    if not isinstance(pipeline, Pipeline):
+        problem = f"must have a transform that only resizes, crops and flips to be stored, not {type(pipeline).__name__}"
+        remedy = "use the transforms paper, scripts, imagenet or none, or no cache"
+        raise ArgumentError("dataset", problem, remedy=remedy)
+    if pipeline.random_size is not None and pipeline.interpolation.value != "bilinear":
+        problem = f"must be resized by bilinear interpolation for crops of random size, not {pipeline.interpolation.value}"
+        raise ArgumentError("dataset", problem, remedy="use bilinear, or no cache")
+    return copy.copy(pipeline)
 
 
 class _Prepared(Dataset[tuple[int, Tensor]]):
     def __init__(self, dataset: ImageSet, pipeline: Pipeline):
         self.dataset, self.pipeline = dataset, pipeline
 
-    def __getitem__(self, number: int) -> tuple[int, Tensor]:
-        return number, pixels_of(self.pipeline.prepare(self.dataset.image(number)))
+    def __getitem__(self, index: int) -> tuple[int, Tensor]:
+        return index, to_pixels(self.pipeline.prepare(self.dataset.image(index)))
 
 
-def _flat(samples: Sequence[tuple[int, Tensor]]) -> tuple[list[int], list[Any], Tensor]:
-    """Numbers, shapes and all pixels in one row."""
-    numbers, images = zip(*samples, strict=True)
-    return list(numbers), [image.shape for image in images], torch.cat([image.flatten() for image in images])
+def _flatten(samples: Sequence[tuple[int, Tensor]]) -> tuple[list[int], list[Any], Tensor]:
+    """Indices, shapes, and all pixels in one vector."""
+    indices, images = zip(*samples, strict=True)
+    return list(indices), [image.shape for image in images], torch.cat([image.flatten() for image in images])
+
+
+def resize_all(images: Sequence[Tensor], side: int) -> Tensor:
+    """Resize uint8 images of different sizes to squares, with the antialiased bilinear interpolation of Pillow.
+
+    Resizing is linear in the rows and in the columns of an image, so it is two matrix products, for all images at once.
+    The result (B, C, side, side) differs from Pillow by at most one of 256 levels: it rounds once, and Pillow also rounds
+    between rows and columns.
+    """
+    sizes = _send([image.shape[1:] for image in images], images[0].device)
+    height, width = (max(image.shape[dim] for image in images) for dim in (1, 2))
+    padded = images[0].new_zeros(len(images), images[0].shape[0], height, width)
+    for place, image in zip(padded, images, strict=True):
+        place[:, : image.shape[1], : image.shape[2]] = image
+    rows, columns = (_resize_weights(sizes[:, k], longest, side) for k, longest in ((0, height), (1, width)))
+    resized = rows.unsqueeze(1) @ padded.float() @ columns.unsqueeze(1).mT
+    return resized.round_().to(torch.uint8)
+
+
+def _resize_weights(lengths: Tensor, longest: int, side: int) -> Tensor:
+    """The weight of each old pixel in each new one, (B, side, longest); 0 beyond the length of an image."""
+    old = torch.arange(longest, device=lengths.device) + 0.5
+    ratio = (lengths.float() / side).view(-1, 1, 1)
+    centres = (torch.arange(side, device=lengths.device) + 0.5).view(-1, 1) * ratio
+    # a triangle around each new pixel: two old pixels wide, or two new ones if the image becomes smaller
+    weights = (1 - (old - centres).abs() / ratio.clamp(min=1)).clamp_(min=0)
+    weights = weights * (old < lengths.view(-1, 1, 1))
+    return weights / weights.sum(-1, keepdim=True)
+
+
+def _send(numbers: Any, device: torch.device) -> Tensor:
+    """Copy integers to a device without waiting for its current work."""
+    tensor = torch.tensor(numbers, dtype=torch.int64)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

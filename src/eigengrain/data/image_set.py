@@ -1,11 +1,10 @@
-"""Images with labels: what every data set is once it is opened."""
+"""Images with labels: the type of every opened data set."""
 
 import copy
 import os
-from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -14,29 +13,29 @@ from PIL import Image
 from torch import Tensor
 from torch.utils.data import Dataset, default_collate
 
-from eigengrain.data.decode import ImageError, decode
-from eigengrain.data.randomness import seeded
+from eigengrain.data.decode import decode
+from eigengrain.data.sampler import seeded
+from eigengrain.errors import ArgumentError, BatchError
 
 Box = tuple[float, float, float, float]
 
 
 class ImageSet(Dataset[tuple[Any, int]]):
-    """Images of one split with their labels, each augmented by choices that depend on (seed, epoch, index) alone.
+    """Images of one split with their labels; the augmentation of a sample depends on (seed, epoch, index) alone.
 
-    A data set without files (drawn images) passes ``paths=None`` and overrides :meth:`image` and :meth:`subset`.
+    Drawn images have no ``paths``: such a class overrides :meth:`image` and :meth:`subset`.
 
     Args:
-        name: of the data set.
-        split: ``train``, ``test`` or what it is a part of.
-        classes: their names; label k means ``classes[k]``.
-        labels: one a sample.
-        paths: files of the samples, None for images that are drawn.
-        transform: from an image to a tensor; its random choices come from torch, ``random`` or NumPy. None gives images.
-        seed: of the augmentation.
-        boxes: (left, top, right, bottom) in pixels around the object, one a sample, or None.
+        name, split: names of the data set and of the split, such as ``train`` or ``test``.
+        classes: names of the classes; label k means ``classes[k]``.
+        labels: one label per sample.
+        paths: one file per sample; None for drawn images.
+        transform: function from an image to a tensor, which may draw from torch, ``random`` and NumPy. None returns images.
+        seed: seed of the augmentation.
+        boxes: one box (left, top, right, bottom) per sample, in pixels around the object, or None.
 
     Raises:
-        ValueError: if labels, paths and boxes differ in number, or a label has no class.
+        ArgumentError: if labels, paths and boxes differ in number, or a label has no class.
 
     Example:
         >>> birds = ImageSet("birds", "train", ["wren", "lark"], [0, 1, 1], [Path("a.jpg"), Path("b.jpg"), Path("c.jpg")])
@@ -55,54 +54,52 @@ class ImageSet(Dataset[tuple[Any, int]]):
         seed: int = 0,
         boxes: Sequence[Sequence[float]] | None = None,
     ):
-        for what, given in (("paths", paths), ("boxes", boxes)):
-            if given is not None and len(given) != len(labels):
-                raise ValueError(f"{name}: {len(given)} {what} for {len(labels)} labels: there must be one for each")
+        for argument, values in (("paths", paths), ("boxes", boxes)):
+            if values is not None and len(values) != len(labels):
+                raise ArgumentError(argument, f"must have one entry per sample of {name}, {len(labels)}", len(values))
         wrong = next((i for i, label in enumerate(labels) if not 0 <= label < len(classes)), None)
         if wrong is not None:
-            where = f" ({paths[wrong]})" if paths is not None else ""
-            raise ValueError(
-                f"{name}: sample {wrong}{where} has the label {labels[wrong]}, and there are {len(classes)} classes: "
-                f"labels go from 0 to {len(classes) - 1}"
-            )
+            sample = f"sample {wrong}" if paths is None else f"sample {wrong} ({paths[wrong]})"
+            problem = f"must be between 0 and {len(classes) - 1}, as {name} has {len(classes)} classes; {sample}"
+            raise ArgumentError("labels", problem, labels[wrong])
         self.name, self.split, self.classes, self.labels = name, split, list(classes), list(labels)
         self.transform, self.seed, self.epoch = transform, seed, 0
-        # one block of bytes instead of a million objects: worker processes share it instead of copying it bit by bit
+        # one block of bytes instead of a million objects: workers share it, and would copy objects bit by bit
         self._files: NDArray[np.bytes_] | None = None if paths is None else np.array([os.fsencode(p) for p in paths], "S")
         self._boxes: NDArray[np.float64] | None = None if boxes is None else np.asarray(boxes, np.float64).reshape(-1, 4)
 
     @property
     def paths(self) -> list[Path] | None:
-        """Files of the samples; None for drawn images. The list is made anew each time: :meth:`path` gives one."""
+        """Files of the samples, None for drawn images. Each access makes a new list; :meth:`path` returns one file."""
         return None if self._files is None else [Path(os.fsdecode(file)) for file in self._files]
 
     def path(self, index: int) -> Path | None:
-        """File of one sample."""
+        """File of one sample; None for a drawn image."""
         return None if self._files is None else Path(os.fsdecode(self._files[index]))
 
     def set_epoch(self, epoch: int) -> None:
-        """Another epoch, other augmentation."""
+        """Set the epoch, on which the augmentation depends."""
         self.epoch = epoch
 
     def image(self, index: int) -> Image.Image:
-        """The image of a sample: RGB, upright as its EXIF says.
-
-        Raises:
-            ImageError: with the path and the reason, if it cannot be read.
-        """
+        """The image of a sample: RGB, turned upright by its EXIF orientation; raises ImageError if it cannot be read."""
         if self._files is None:
-            raise NotImplementedError(f"{type(self).__name__} has no files: it must override image()")
+            raise NotImplementedError(f"{type(self).__name__} has no files and must override image()")
         return decode(os.fsdecode(self._files[index]))
 
     def boxes(self, index: int) -> Box | None:
-        """(left, top, right, bottom) in pixels around the object; None where the data set has no boxes."""
+        """(left, top, right, bottom) in pixels around the object; None if the data set has no boxes."""
         if self._boxes is None:
             return None
         left, top, right, bottom = self._boxes[index].tolist()
         return left, top, right, bottom
 
     def masks(self, index: int) -> Tensor | None:
-        """Which pixels are the object; None where the data set does not say."""
+        """Boolean mask (H, W) of the object; None if the data set has no masks."""
+        return None
+
+    def parts(self, index: int) -> NDArray[np.bool_] | None:
+        """Boolean mask (H, W) of the parts that distinguish the classes; None if the data set has no such masks."""
         return None
 
     def __len__(self) -> int:
@@ -118,15 +115,11 @@ class ImageSet(Dataset[tuple[Any, int]]):
         with seeded(self.seed, self.epoch, index):
             return self.transform(image), self.labels[index]
 
-    def subset(self, indices: Sequence[int]) -> "ImageSet":
-        """The samples with these numbers, in this order, as a data set of their own with the same classes.
-
-        Raises:
-            ValueError: for a number that is out of range.
-        """
-        wrong = [i for i in indices if not 0 <= i < len(self)]
-        if wrong:
-            raise ValueError(f"{self.name} ({self.split}) has {len(self)} samples, so there is no number {wrong[0]}")
+    def subset(self, indices: Sequence[int]) -> Self:
+        """The samples with these indices, in this order, as a new data set with the same classes."""
+        wrong = next((i for i in indices if not 0 <= i < len(self)), None)
+        if wrong is not None:
+            raise ArgumentError("indices", f"must be between 0 and {len(self) - 1} for {self.name} ({self.split})", wrong)
         chosen = np.asarray(indices, np.int64)
         part = copy.copy(self)
         part.classes, part.labels = list(self.classes), [self.labels[i] for i in indices]
@@ -135,30 +128,27 @@ class ImageSet(Dataset[tuple[Any, int]]):
         return part
 
     def class_counts(self) -> list[int]:
-        """How many samples each class has."""
-        counts = Counter(self.labels)
-        return [counts[k] for k in range(len(self.classes))]
+        """Number of samples of each class."""
+        return np.bincount(self.labels, minlength=len(self.classes)).tolist()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r}, {self.split!r}, samples={len(self)}, classes={len(self.classes)})"
 
 
 def split_validation(dataset: ImageSet, fraction: float, seed: int = 0) -> tuple[ImageSet, ImageSet]:
-    r"""Part of a training set for validation: the same fraction of each class, chosen by the seed.
+    r"""Split a training set into training and validation samples: the same fraction of each class, chosen by the seed.
 
     Of class c with n_c samples, :math:`\lfloor f n_c \rfloor` or one more are taken, so that their sum is
-    :math:`\mathrm{round}(f \sum_c n_c)` where that is possible; each class keeps a sample for training.
+    :math:`\mathrm{round}(f \sum_c n_c)` if possible; each class keeps at least one sample for training.
 
     Args:
-        dataset: to split; it is not changed.
-        fraction: f, above 0 and below 1.
-        seed: of the choice.
+        fraction: f, between 0 and 1, exclusive.
 
     Returns:
-        the samples for training and those for validation, both in their old order.
+        the training samples and the validation samples, each in their original order.
 
     Raises:
-        ValueError: for a fraction out of range, or one that leaves no sample for validation.
+        ArgumentError: for a fraction out of range, or one that leaves no sample for validation.
 
     Example:
         >>> birds = ImageSet("birds", "train", ["wren", "lark"], [0, 1] * 10, ["x.jpg"] * 20)
@@ -167,21 +157,18 @@ def split_validation(dataset: ImageSet, fraction: float, seed: int = 0) -> tuple
         ([9, 9], [1, 1])
     """
     if not 0 < fraction < 1:
-        raise ValueError(f"the fraction for validation must be above 0 and below 1, got {fraction}")
+        raise ArgumentError("fraction", "must be greater than 0 and less than 1", fraction)
     if seed < 0:
-        raise ValueError(f"the seed must not be negative, got {seed}")
-    counts = dataset.class_counts()
-    exact = [fraction * n for n in counts]
-    quota = [min(int(e), max(n - 1, 0)) for e, n in zip(exact, counts, strict=True)]
-    missing = round(fraction * len(dataset)) - sum(quota)
-    for k in sorted(range(len(counts)), key=lambda k: quota[k] - exact[k]):
-        if missing > 0 and quota[k] < counts[k] - 1:
-            quota[k] += 1
-            missing -= 1
-    if sum(quota) == 0:
-        raise ValueError(
-            f"{fraction} of {len(dataset)} samples in {len(counts)} classes leaves none for validation: take a larger one"
-        )
+        raise ArgumentError("seed", "must be at least 0", seed)
+    counts = np.array(dataset.class_counts())
+    exact = fraction * counts
+    quota = np.minimum(exact.astype(int), np.maximum(counts - 1, 0))
+    missing = round(fraction * len(dataset)) - quota.sum()
+    order = np.argsort(quota - exact, kind="stable")
+    quota[order[quota[order] < counts[order] - 1][: max(missing, 0)]] += 1
+    if quota.sum() == 0:
+        problem = f"leaves none of {len(dataset)} samples in {len(counts)} classes for validation"
+        raise ArgumentError("fraction", problem, fraction, "use a larger one")
     labels = np.asarray(dataset.labels)
     generator = np.random.default_rng(seed)
     held = np.zeros(len(dataset), bool)
@@ -193,15 +180,17 @@ def split_validation(dataset: ImageSet, fraction: float, seed: int = 0) -> tuple
 
 
 def stack(samples: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
-    """Samples to a batch: (B, C, H, W) images and (B,) labels.
-
-    Raises:
-        ImageError: if they are no tensors, or differ in size.
-    """
+    """Stack samples to (B, C, H, W) images and (B,) labels; raises BatchError if they are not tensors of one size."""
     images = [image for image, _ in samples]
     if not all(isinstance(image, Tensor) for image in images):
-        raise ImageError(f"a batch needs tensors, got {type(images[0]).__name__}: set the data set's transform")
+        raise BatchError(f"a batch needs tensors, got {type(images[0]).__name__}: set the transform of the data set")
+    check_sizes(images)
+    return default_collate(images), torch.tensor([label for _, label in samples])
+
+
+def check_sizes(images: Sequence[Tensor]) -> None:
+    """Raise a BatchError if images differ in size."""
     sizes = sorted({tuple(image.shape) for image in images})
     if len(sizes) > 1:
-        raise ImageError(f"the images of a batch differ in size, {sizes[0]} and {sizes[-1]}: use a transform that crops")
-    return default_collate(images), torch.tensor([label for _, label in samples])
+        problem = f"the images of a batch differ in size, {sizes[0]} and {sizes[-1]}: use a transform that crops"
+        raise BatchError(problem, sizes)

@@ -1,4 +1,4 @@
-"""From an image to a normalised tensor, as a :class:`~eigengrain.data.transforms_config.Transforms` says."""
+"""Transforms from an image to a normalised tensor, built from a :class:`~eigengrain.data.Transforms` config."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,31 +11,31 @@ from torch import Tensor
 
 from eigengrain import _torchvision  # noqa: F401  isort: skip
 from timm.data import create_transform
-from torchvision.transforms import InterpolationMode, RandomCrop
+from torchvision.transforms import InterpolationMode, RandomCrop, RandomResizedCrop
 from torchvision.transforms import functional as F
 
-from eigengrain.data.transforms_config import Transforms
+from eigengrain.data.preprocessing import Transforms
+from eigengrain.errors import ArgumentError
 
-#: how torchvision draws whether to mirror
-_HALF = 0.5
+#: aspect ratios of a crop of random size, the defaults of torchvision and timm
+_RATIO = (3 / 4, 4 / 3)
+
+#: top, left, height and width in pixels
+Crop = tuple[int, int, int, int]
 
 
 def build_transform(
     config: Transforms, train: bool, mean: Sequence[float], std: Sequence[float]
 ) -> Callable[[Image.Image], Tensor]:
-    """The transform of a config, for training or for tests.
+    """Build the transform of a config: a function from an RGB image to a normalised (3, H, W) float32 tensor.
 
     Args:
-        config: what to do.
+        config: the preprocessing.
         train: whether to augment.
-        mean: of the red, green and blue that the model was trained with, from 0 to 1.
-        std: the same for the standard deviation.
-
-    Returns:
-        a function from an RGB image to a (3, H, W) float32 tensor, normalised by mean and std.
+        mean, std: mean and standard deviation of red, green and blue in the training data of the backbone, from 0 to 1.
 
     Raises:
-        ValueError: if mean or std are not three numbers, or timm does not know the augmentation.
+        ArgumentError: if mean or std are not three numbers, or timm does not have the augmentation.
 
     Example:
         >>> transform = build_transform(Transforms("paper"), train=False, mean=(0.5,) * 3, std=(0.5,) * 3)
@@ -43,91 +43,18 @@ def build_transform(
         >>> tuple(image.shape), image.min().item()
         ((3, 448, 448), 1.0)
     """
-    if len(mean) != 3 or len(std) != 3 or min(std) <= 0:
-        raise ValueError(f"mean and std must have 3 numbers each, std above 0; got {tuple(mean)} and {tuple(std)}")
-    if config.kind == "timm" and train:
-        return _timm_training(config, mean, std)
-    return Pipeline(config, train, mean, std)
-
-
-class Pipeline:
-    """Resize, crop, mirror, normalise: the parts that are always the same and the choices that are drawn stand apart.
-
-    So the images can be kept as :meth:`prepare` leaves them and be augmented later, elsewhere, in the same way.
-    """
-
-    def __init__(self, config: Transforms, train: bool, mean: Sequence[float], std: Sequence[float]):
-        self.interpolation = InterpolationMode(config.interpolation)
-        self.crop: int | None = None if config.kind == "none" else config.img_size
-        self.random_crop = train and config.kind == "imagenet"
-        self.flip = train and config.flip
-        # one number is the short side, two are height and width
-        self.size: list[int] | None
-        if config.kind == "none":
-            self.size = None
-        elif config.kind == "timm":
-            self.size = [math.floor(config.img_size / (config.crop_pct or 0.875))]
-        else:
-            whole = config.kind == "paper" or not config.keep_aspect
-            self.size = [config.resized] * (2 if whole else 1)
-        self.mean = torch.tensor(mean, dtype=torch.float32).view(3, 1, 1)
-        self.std = torch.tensor(std, dtype=torch.float32).view(3, 1, 1)
-
-    @property
-    def preparation(self) -> tuple[Any, ...]:
-        """What :meth:`prepare` depends on: pipelines that agree in it prepare alike."""
-        crop = None if self.random_crop else self.crop
-        return (*(self.size or ()), crop, self.interpolation)
-
-    def prepare(self, image: Image.Image) -> Image.Image:
-        """What every epoch does alike: the resizing, and the crop unless its place is drawn."""
-        if self.size is not None:
-            image = F.resize(image, self.size, self.interpolation)
-        if self.crop is not None and not self.random_crop:
-            image = F.center_crop(image, [self.crop, self.crop])
-        return image
-
-    def choose(self, image: Image.Image | Tensor) -> tuple[int, int, bool]:
-        """Top and left of the crop and whether to mirror, drawn from torch's generator as torchvision draws them."""
-        top = left = 0
-        if self.random_crop and self.crop is not None:
-            top, left, _, _ = RandomCrop.get_params(image, (self.crop, self.crop))
-        return top, left, self.flip and bool(torch.rand(1) < _HALF)
-
-    def normalise(self, pixels: Tensor) -> Tensor:
-        """uint8 (…, 3, H, W) to float32: the same numbers as torchvision's, without its copy in between."""
-        floats = pixels.to(torch.float32)
-        return floats.div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        image = self.prepare(image)
-        top, left, mirrored = self.choose(image)
-        if self.random_crop and self.crop is not None:
-            image = F.crop(image, top, left, self.crop, self.crop)
-        if mirrored:
-            image = F.hflip(image)
-        return self.normalise(pixels_of(image))
-
-
-def pixels_of(image: Image.Image) -> Tensor:
-    """An RGB image as uint8 (3, H, W).
-
-    Example:
-        >>> pixels_of(Image.new("RGB", (2, 1), "red")).tolist()
-        [[[255, 255]], [[0, 0]], [[0, 0]]]
-    """
-    # channels are parted while each pixel is a byte: later, as floats, it takes longer
-    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())
-
-
-def _timm_training(config: Transforms, mean: Sequence[float], std: Sequence[float]) -> Callable[[Image.Image], Tensor]:
+    for name, values in (("mean", mean), ("std", std)):
+        if len(values) != 3 or (name == "std" and min(values) <= 0):
+            raise ArgumentError(name, f"must be three numbers{', all positive' if name == 'std' else ''}", tuple(values))
+    if config.kind != "timm" or not train:
+        return Pipeline(config, train, mean, std)
     try:
-        transform: Callable[[Image.Image], Tensor] = create_transform(
+        return create_transform(
             input_size=config.img_size,
             is_training=True,
             scale=config.scale,
             ratio=config.ratio,
-            hflip=_HALF if config.flip else 0.0,
+            hflip=0.5 if config.flip else 0.0,
             color_jitter=config.color_jitter,
             auto_augment=config.auto_augment,
             interpolation=config.interpolation,
@@ -137,8 +64,70 @@ def _timm_training(config: Transforms, mean: Sequence[float], std: Sequence[floa
             re_mode="pixel",
         )
     except (AssertionError, KeyError, ValueError) as error:
-        said = f"auto_augment {config.auto_augment!r}" if config.auto_augment else "these options"
-        raise ValueError(
-            f"timm does not know {said} ({error}): such as rand-m9-mstd0.5-inc1, original or augmix-m5"
-        ) from error
-    return transform
+        problem = f"is not accepted by timm ({error})"
+        remedy = "such as rand-m9-mstd0.5-inc1, original or augmix-m5"
+        raise ArgumentError("auto_augment", problem, config.auto_augment, remedy) from error
+
+
+class Pipeline:
+    """Resize, crop, flip, normalise; the steps that are the same in every epoch are separate from the random ones.
+
+    So images can be stored after :meth:`prepare` and augmented later, on another device, in the same way.
+    """
+
+    def __init__(self, config: Transforms, train: bool, mean: Sequence[float], std: Sequence[float]):
+        self.interpolation = InterpolationMode(config.interpolation)
+        self.crop: int | None = None if config.kind == "none" else config.img_size
+        self.random_crop = train and config.kind == "imagenet"
+        #: ranges of the area and the aspect ratio of random crops; None for crops that are not resized
+        self.random_size = (config.scale, config.ratio or _RATIO) if self.random_crop and config.scale is not None else None
+        self.flip = train and config.flip
+        # one number is the short side, two are height and width
+        side = math.floor(config.img_size / (config.crop_pct or 0.875)) if config.kind == "timm" else config.resized
+        self.size: list[int] | None = None if config.kind == "none" else [side] * (2 if config.warped else 1)
+        self.mean = torch.tensor(mean, dtype=torch.float32).view(3, 1, 1)
+        self.std = torch.tensor(std, dtype=torch.float32).view(3, 1, 1)
+
+    @property
+    def preparation(self) -> tuple[Any, ...]:
+        """The settings of :meth:`prepare`: pipelines with equal settings prepare images in the same way."""
+        crop = None if self.random_crop else self.crop
+        return (*(self.size or ()), crop, self.interpolation)
+
+    def prepare(self, image: Image.Image) -> Image.Image:
+        """Apply the steps that are the same in every epoch: the resizing, and the crop unless it is random."""
+        if self.size is not None:
+            image = F.resize(image, self.size, self.interpolation)
+        if self.crop is not None and not self.random_crop:
+            image = F.center_crop(image, [self.crop, self.crop])
+        return image
+
+    def choose(self, image: Image.Image | Tensor) -> tuple[Crop | None, bool]:
+        """Draw the crop of a prepared image, None if it is not random, and whether to flip; as torchvision draws them."""
+        crop: Crop | None = None
+        if self.random_size is not None:
+            scale, ratio = self.random_size
+            crop = RandomResizedCrop.get_params(image, list(scale), list(ratio))  # type: ignore[arg-type]
+        elif self.random_crop and self.crop is not None:
+            crop = RandomCrop.get_params(image, (self.crop, self.crop))
+        return crop, self.flip and bool(torch.rand(1) < 0.5)
+
+    def normalise(self, pixels: Tensor) -> Tensor:
+        """Convert uint8 (…, 3, H, W) to float32: the same numbers as torchvision, without its intermediate copy."""
+        floats = pixels.to(torch.float32)
+        return floats.div_(255).sub_(self.mean.to(pixels.device)).div_(self.std.to(pixels.device))
+
+    def __call__(self, image: Image.Image) -> Tensor:
+        image = self.prepare(image)
+        crop, flip = self.choose(image)
+        if crop is not None and self.crop is not None:
+            image = F.resized_crop(image, *crop, [self.crop, self.crop], self.interpolation)  # type: ignore[arg-type]
+        if flip:
+            image = F.hflip(image)
+        return self.normalise(to_pixels(image))
+
+
+def to_pixels(image: Image.Image) -> Tensor:
+    """Convert an RGB image to uint8 (3, H, W)."""
+    # transposing bytes is faster than transposing floats later
+    return torch.from_numpy(np.asarray(image).transpose(2, 0, 1).copy())

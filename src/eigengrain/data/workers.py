@@ -1,4 +1,4 @@
-"""Work in other processes that speaks as if it were done in this one."""
+"""A DataLoader that re-raises errors about images without the traceback of the worker process."""
 
 import gc
 import multiprocessing
@@ -11,49 +11,37 @@ from typing import Any
 
 from torch.utils.data import DataLoader, Dataset
 
-from eigengrain.data.decode import ImageError
+from eigengrain.errors import BatchError, ImageError
 
-
-def at_most_one_per_core(asked: int) -> int:
-    """The number of processes to start: what was asked for, but no more than this process may use cores.
-
-    More would not read faster, and torch warns of them in a page of text. The batches are the same for any number.
-
-    Example:
-        >>> at_most_one_per_core(0), at_most_one_per_core(1), at_most_one_per_core(10_000) < 10_000
-        (0, 1, True)
-    """
-    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return min(asked, allowed or 1)
+#: errors that are about a user's images, not about code
+_ERRORS = (ImageError, BatchError)
+#: signals that reach all processes of a group or of a job; only where the system reports the sender (not on macOS)
+_GROUP_SIGNALS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else ()
 
 
 class Workers:
-    """A DataLoader in which an :class:`~eigengrain.data.decode.ImageError` reaches the caller as it was raised.
+    """A DataLoader that raises ImageError and BatchError in the caller as they were raised in a worker process.
 
-    torch's own loader puts the traceback of the worker process into the message, and a user who has one bad file is shown
-    a page of code. Other errors are left as they are: they are mistakes in code, and the page is what one needs.
-
-    Args:
-        dataset: of samples.
-        collate: samples to a batch.
-        workers: processes, at most one for each core.
-        options: of the DataLoader.
+    torch puts the traceback of the worker into the message, so that one unreadable file prints a page of code. Other errors
+    keep that traceback: they are mistakes in code. The workers are limited to one per core; ``options`` are further
+    arguments of the DataLoader.
     """
 
     def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any], *, workers: int, **options: Any):
-        options |= {"num_workers": at_most_one_per_core(workers), "collate_fn": _Collate(collate)}
-        options |= {"worker_init_fn": _begin}
-        self._loader: DataLoader[Any] = DataLoader(_Answers(dataset), **options)
+        # more processes than cores would not read faster, and torch would warn about them
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        options |= {"num_workers": min(workers, cores), "worker_init_fn": _start_worker}
+        self._loader: DataLoader[Any] = DataLoader(_Batches(dataset, collate), collate_fn=_identity, **options)
 
     def __iter__(self) -> Iterator[Any]:
-        with _signals_wait(), _garbage_stays():
-            batches = iter(self._loader)  # the workers start now, not at the first batch
-        return self._raised(batches)
+        with _protect_workers():
+            batches = iter(self._loader)  # the workers start here, not at the first batch
+        return self._raise_errors(batches)
 
     @staticmethod
-    def _raised(batches: Iterator[Any]) -> Iterator[Any]:
+    def _raise_errors(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
-            if isinstance(batch, ImageError):
+            if isinstance(batch, _ERRORS):
                 raise batch
             yield batch
 
@@ -61,93 +49,62 @@ class Workers:
         return len(self._loader)
 
 
-#: signals that reach all processes of a group or of a job, where the system says who sends one (not on macOS)
-_OF_GROUPS = (signal.SIGINT, signal.SIGTERM) if hasattr(signal, "sigwaitinfo") else ()
-
-
 @contextmanager
-def _signals_wait() -> Iterator[None]:
-    """Hold back the signals that workers do not heed; those that start meanwhile hold them back from their first moment."""
-    if not _OF_GROUPS:
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _protect_workers() -> Iterator[None]:
+    """Keep workers that start meanwhile from receiving the group signals and from collecting the garbage of this process.
 
-
-@contextmanager
-def _garbage_stays() -> Iterator[None]:
-    """Keep what is garbage in this process out of the hands of workers that start meanwhile.
-
-    A forked one has a copy of everything. CUDA cannot be used in it, so the collector, if it met a tensor or a graph of a
-    network that this process has done with, would end the worker.
+    A forked worker has a copy of everything but cannot use CUDA: collecting a tensor or graph of the device would end it.
     """
     enabled = gc.isenabled()
     gc.disable()
     gc.freeze()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS) if _GROUP_SIGNALS else None
     try:
         yield
     finally:
+        if before is not None:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         gc.unfreeze()
         if enabled:
             gc.enable()
 
 
-def _begin(worker: int) -> None:
-    gc.enable()  # for what is its own
-    _heed_the_parent_alone()
+def _start_worker(worker: int) -> None:
+    """Let only a signal of the parent end this worker, and let it collect its own garbage.
 
-
-def _heed_the_parent_alone() -> None:
-    """Let a worker end when its parent says so, or is gone, and not at signals that are meant for the parent.
-
-    Ctrl-C, ``timeout``, torchrun and clusters send theirs to all processes of a group or of a job. A worker that died of it
-    would be an error in the middle of the parent's work, which wants to finish its step and write a checkpoint first.
+    Ctrl-C, ``timeout``, torchrun and clusters signal all processes of a group or job. A worker that ended by such a signal
+    would be an error in the parent, which may want to finish its step and write a checkpoint first.
     """
-    if not _OF_GROUPS:
+    gc.enable()
+    if not _GROUP_SIGNALS:
         return
-    signal.pthread_sigmask(signal.SIG_BLOCK, _OF_GROUPS)  # of this thread and of those that it starts
+    signal.pthread_sigmask(signal.SIG_BLOCK, _GROUP_SIGNALS)  # for this thread and those that it starts
     parent = multiprocessing.parent_process()
-    assert parent is not None  # a worker has one
+    assert parent is not None
 
-    def listen() -> None:
-        while signal.sigwaitinfo(_OF_GROUPS).si_pid != parent.pid:
+    def wait_for_parent() -> None:
+        while signal.sigwaitinfo(_GROUP_SIGNALS).si_pid != parent.pid:
             pass
         os._exit(0)
 
-    Thread(target=listen, daemon=True).start()
+    Thread(target=wait_for_parent, daemon=True).start()
 
 
-class _Answers(Dataset[Any]):
-    """Samples, or the errors in their place."""
+class _Batches(Dataset[Any]):
+    """Batches by the keys of their samples; an error about an image is returned in place of the batch."""
 
-    def __init__(self, dataset: Dataset[Any]):
-        self.dataset = dataset
+    def __init__(self, dataset: Dataset[Any], collate: Callable[[list[Any]], Any]):
+        self.dataset, self.collate = dataset, collate
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitems__(self, keys: list[Any]) -> Any:
         try:
-            return self.dataset[key]
-        except ImageError as error:
+            return self.collate([self.dataset[key] for key in keys])
+        except _ERRORS as error:
             return error
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
 
-class _Collate:
-    """Batches, or the first error in their place."""
-
-    def __init__(self, collate: Callable[[list[Any]], Any]):
-        self.collate = collate
-
-    def __call__(self, samples: list[Any]) -> Any:
-        for sample in samples:
-            if isinstance(sample, ImageError):
-                return sample
-        try:
-            return self.collate(samples)
-        except ImageError as error:
-            return error
+def _identity(batch: Any) -> Any:
+    return batch

@@ -1,1 +1,1 @@
-"""Readers of the data sets: one file each."""
+"""The data sets: one file each, with its reader and its entry in the registry."""

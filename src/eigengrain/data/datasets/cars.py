@@ -1,78 +1,73 @@
 """Stanford Cars, from a local folder: its published links are dead."""
 
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from eigengrain.data.datasets.catalogue import find_entry
-from eigengrain.data.datasets.layout import check_classes, check_files, find_root, layout_error, mat_value, read_mat
-from eigengrain.data.image_set import ImageSet
+from eigengrain import data
+from eigengrain.data.datasets.layout import MatFile, build_image_set, check_values, find_file, find_root, locate
+from eigengrain.data.datasets.registry import Entry, register_dataset
 
 _BOX = ("bbox_x1", "bbox_y1", "bbox_x2", "bbox_y2")
+#: the layout with one annotation file
+_SINGLE = ("car_ims", "cars_annos.mat")
+_TEST_FILE = "cars_test_annos_withlabels.mat"
 
 
-def open_cars(root: str | Path, split: str) -> ImageSet:
+def open_cars(root: str | Path, split: str) -> "data.ImageSet":
     """Cars from the annotations of the devkit, or from the single file ``cars_annos.mat``; needs SciPy.
-
-    Raises:
-        ValueError: for a wrong folder, classes without a name, missing images, or a missing SciPy.
 
     References:
         J. Krause et al., 3D Object Representations for Fine-Grained Categorization, 3DRR 2013.
     """
-    entry = find_entry("cars")
     root = Path(root).expanduser()
-    single = [folder for folder in (root, *(root / name for name in entry.folders)) if _is_single(folder)]
-    if single:
-        root, file, names = single[0], single[0] / "cars_annos.mat", single[0] / "cars_annos.mat"
-        annotations = _annotations(file)
-        is_test = np.array([int(flag) for flag in _field(file, annotations, "test")], bool)
-        annotations = annotations[is_test if split == "test" else ~is_test]
-        paths = [root / str(path) for path in _field(file, annotations, "relative_im_path")]
+    folder, missing = locate(ENTRY, root, _SINGLE)
+    if not missing:
+        root = folder
+        annotations = names = MatFile(ENTRY, root / "cars_annos.mat")
+        records = annotations.array("annotations")
+        flags = annotations.field(records, "test")
+        records = records[[k for k, flag in enumerate(flags) if bool(flag) == (split == "test")]]
+        paths = [root / str(path) for path in annotations.field(records, "relative_im_path")]
     else:
-        folder = f"cars_{split}"
-        root = find_root(entry, root, folder, "devkit/cars_meta.mat")
-        names = root / "devkit" / "cars_meta.mat"
-        file = _annotation_file(root, split)
-        annotations = _annotations(file)
-        paths = [root / folder / str(name) for name in _field(file, annotations, "fname")]
-    classes = [str(name) for name in np.atleast_1d(mat_value(entry, names, read_mat(entry, names), "class_names"))]
-    check_files(entry, file, paths)
-    labels = [int(number) - 1 for number in _field(file, annotations, "class")]
-    if not 0 <= min(labels) <= max(labels) < len(classes):
-        raise ValueError(
-            f"cars: {file.name} has classes from {min(labels) + 1} to {max(labels) + 1}, and {names.name} names "
-            f"{len(classes)}: take both files from one release"
-        )
-    check_classes(entry, split, classes, labels, file)
-    boxes = np.stack([np.asarray(_field(file, annotations, side), np.float64) for side in _BOX], axis=1)
-    return ImageSet("cars", split, classes, labels, paths, boxes=boxes.tolist())
+        root = find_root(ENTRY, root, f"cars_{split}", "devkit/cars_meta.mat")
+        if split == "train":
+            file = find_file(ENTRY, root, "devkit/cars_train_annos.mat")
+        else:
+            note = " (cars_test_annos.mat has no classes)"
+            file = find_file(ENTRY, root, _TEST_FILE, f"devkit/{_TEST_FILE}", note=note)
+        annotations, names = MatFile(ENTRY, file), MatFile(ENTRY, root / "devkit/cars_meta.mat")
+        records = annotations.array("annotations")
+        paths = [root / f"cars_{split}" / str(name) for name in annotations.field(records, "fname")]
+    classes = [str(name) for name in names.array("class_names")]
+    numbers = [int(number) for number in annotations.field(records, "class")]
+    problem = f"class {{value}} is not one of the {len(classes)} of {names.file.name}; take both from one release"
+    check_values(ENTRY, annotations.file, enumerate(numbers), range(1, len(classes) + 1), problem)
+    labels = [number - 1 for number in numbers]
+    sides = [[float(value) for value in annotations.field(records, side)] for side in _BOX]
+    return build_image_set(ENTRY, split, classes, labels, paths, annotations.file, list(zip(*sides, strict=True)))
 
 
-def _is_single(folder: Path) -> bool:
-    return (folder / "cars_annos.mat").is_file() and (folder / "car_ims").is_dir()
-
-
-def _annotation_file(root: Path, split: str) -> Path:
-    if split == "train":
-        wanted = [root / "devkit" / "cars_train_annos.mat"]
-    else:
-        wanted = [folder / "cars_test_annos_withlabels.mat" for folder in (root, root / "devkit")]
-    for file in wanted:
-        if file.is_file():
-            return file
-    why = " (cars_test_annos.mat has no classes)" if split == "test" else ""
-    raise layout_error(find_entry("cars"), root, f"{wanted[0].relative_to(root)} is missing{why}")
-
-
-def _annotations(file: Path) -> Any:
-    """The records of a devkit file as an array with named fields."""
-    entry = find_entry("cars")
-    return np.atleast_1d(mat_value(entry, file, read_mat(entry, file), "annotations"))
-
-
-def _field(file: Path, annotations: Any, name: str) -> Any:
-    if name not in (annotations.dtype.names or ()):
-        raise ValueError(f"cars: the annotations of {file} have no field {name!r}: take the file that has the classes")
-    return annotations[name]
+ENTRY = register_dataset(
+    Entry(
+        "cars",
+        "Cars: Stanford Cars",
+        (
+            ("cars_train/*.jpg, cars_test/*.jpg", "photographs"),
+            ("devkit/cars_meta.mat", "class names"),
+            ("devkit/cars_train_annos.mat", "file, class and box of the training images"),
+            (_TEST_FILE, "the same for test, here or in devkit/"),
+            ("or: car_ims/*.jpg, cars_annos.mat", "all photographs, and one file with classes, boxes and split"),
+        ),
+        open_cars,
+        folders=("stanford_cars", "cars"),
+        required=(
+            (
+                *("cars_train", "cars_test", "devkit/cars_meta.mat", "devkit/cars_train_annos.mat"),
+                f"{_TEST_FILE}|devkit/{_TEST_FILE}",
+            ),
+            _SINGLE,
+        ),
+        published=(196, 8144, 8041),
+        extra="data",
+        page="J. Krause et al. 2013: the authors' page is gone, copies are on Kaggle and Hugging Face",
+    )
+)

@@ -2,59 +2,61 @@
 
 from pathlib import Path
 
-import numpy as np
+from eigengrain import data
+from eigengrain.data.datasets.layout import MatFile, build_image_set, find_file, find_root
+from eigengrain.data.datasets.registry import Entry, register_dataset
+from eigengrain.errors import AnnotationError
 
-from eigengrain.data.datasets.catalogue import Entry, find_entry
-from eigengrain.data.datasets.layout import check_classes, check_files, find_root, layout_error, mat_value, read_mat
-from eigengrain.data.image_set import ImageSet
 
-
-def open_dogs(root: str | Path, split: str) -> ImageSet:
+def open_dogs(root: str | Path, split: str) -> "data.ImageSet":
     """Dogs from the lists ``train_list.mat`` and ``test_list.mat``; needs SciPy.
-
-    Raises:
-        ValueError: for a wrong folder, lists that do not fit together, missing images, or a missing SciPy.
 
     References:
         A. Khosla et al., Novel Dataset for Fine-Grained Image Categorization, FGVC 2011.
     """
-    entry = find_entry("dogs")
-    root = find_root(entry, root, "Images")
-    files = {part: _list_file(entry, root, part) for part in ("train", "test")}
-    lists = {part: _read_list(entry, file) for part, file in files.items()}
-    # the lists have no class names: they are in the names of the folders, which both lists must number alike
+    root = find_root(ENTRY, root, "Images")
+    files = {part: find_file(ENTRY, root, f"{part}_list.mat", f"lists/{part}_list.mat") for part in ("train", "test")}
+    lists = {part: _read_list(file) for part, file in files.items()}
+    # the lists have no class names: these are the names of the folders, which both lists must number in the same way
     folders: dict[int, str] = {}
     for part, (names, labels) in lists.items():
         for name, label in zip(names, labels, strict=True):
             folder = name.split("/")[0]
             if folders.setdefault(label, folder) != folder:
-                raise ValueError(
-                    f"dogs: class {label + 1} is {folders[label]} and in {files[part].name} also {folder}: take both lists "
-                    "from one release"
-                )
+                problem = f"class {label + 1} is both {folders[label]} and {folder}; take both lists from one release"
+                raise AnnotationError("dogs", files[part], problem, folder)
     if sorted(folders) != list(range(len(folders))):
-        raise ValueError(f"dogs: the lists have {len(folders)} classes numbered up to {max(folders) + 1}: some are missing")
+        problem = f"{len(folders)} classes have numbers up to {max(folders) + 1}: some are missing"
+        raise AnnotationError("dogs", files["train"], problem, max(folders) + 1)
     names, labels = lists[split]
     paths = [root / "Images" / name for name in names]
-    check_files(entry, files[split], paths)
     classes = [folders[k].split("-", 1)[-1].replace("_", " ") for k in range(len(folders))]
-    check_classes(entry, split, classes, labels, files[split])
-    return ImageSet("dogs", split, classes, labels, paths)
+    return build_image_set(ENTRY, split, classes, labels, paths, files[split])
 
 
-def _list_file(entry: Entry, root: Path, part: str) -> Path:
-    name = f"{part}_list.mat"
-    for file in (root / name, root / "lists" / name):
-        if file.is_file():
-            return file
-    raise layout_error(entry, root, f"{name} is missing")
-
-
-def _read_list(entry: Entry, file: Path) -> tuple[list[str], list[int]]:
-    """Files and labels from 0."""
-    values = read_mat(entry, file)
-    names = [str(name) for name in np.atleast_1d(mat_value(entry, file, values, "file_list"))]
-    labels = [int(label) - 1 for label in np.atleast_1d(mat_value(entry, file, values, "labels"))]
+def _read_list(file: Path) -> tuple[list[str], list[int]]:
+    """Files, and labels from 0."""
+    content = MatFile(ENTRY, file)
+    names = [str(name) for name in content.array("file_list")]
+    labels = [int(label) - 1 for label in content.array("labels")]
     if len(names) != len(labels):
-        raise ValueError(f"dogs: {file} has {len(names)} files and {len(labels)} labels")
+        raise AnnotationError("dogs", file, f"it has {len(names)} files and {len(labels)} labels", len(labels))
     return names, labels
+
+
+ENTRY = register_dataset(
+    Entry(
+        "dogs",
+        "Dogs: Stanford Dogs",
+        (
+            ("Images/CLASS/*.jpg", "photographs"),
+            ("train_list.mat, test_list.mat", "file and class of each image, here or in lists/"),
+        ),
+        open_dogs,
+        folders=("stanford_dogs", "dogs"),
+        required=(("Images", "train_list.mat|lists/train_list.mat", "test_list.mat|lists/test_list.mat"),),
+        published=(120, 12000, 8580),
+        extra="data",
+        page="http://vision.stanford.edu/aditya86/ImageNetDogs/",
+    )
+)

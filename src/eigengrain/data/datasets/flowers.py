@@ -2,52 +2,56 @@
 
 from pathlib import Path
 
-import numpy as np
+from eigengrain import data
+from eigengrain.data.datasets.layout import MatFile, build_image_set, check_values, find_root
+from eigengrain.data.datasets.registry import Entry, register_dataset
 
-from eigengrain import _torchvision  # noqa: F401
-from eigengrain.data.datasets.catalogue import find_entry
-from eigengrain.data.datasets.layout import check_classes, check_files, find_root, mat_value, read_mat
-from eigengrain.data.image_set import ImageSet
+_FILES = ("jpg", "imagelabels.mat", "setid.mat")
 
 
-def open_flowers(root: str | Path, split: str, with_validation: bool = True) -> ImageSet:
-    """Flowers from ``imagelabels.mat`` and ``setid.mat``; needs SciPy.
-
-    Args:
-        root: the folder ``flowers-102`` or the one above it.
-        split: ``train`` or ``test``.
-        with_validation: train on the validation images as well: 2,040 images and not 1,020.
-
-    Raises:
-        ValueError: for a wrong folder, lists that do not fit together, missing images, or a missing SciPy.
+def open_flowers(root: str | Path, split: str, with_validation: bool = True) -> "data.ImageSet":
+    """Flowers from ``imagelabels.mat`` and ``setid.mat``, by default 2,040 training images with validation; needs SciPy.
 
     References:
         M.-E. Nilsback and A. Zisserman, Automated Flower Classification over a Large Number of Classes, ICVGIP 2008.
     """
-    entry = find_entry("flowers")
-    root = find_root(entry, root, "jpg", "imagelabels.mat", "setid.mat")
-    label_file, split_file = root / "imagelabels.mat", root / "setid.mat"
-    all_labels = np.atleast_1d(mat_value(entry, label_file, read_mat(entry, label_file), "labels")).astype(int)
-    ids = read_mat(entry, split_file)
-    keys = ["tstid"] if split == "test" else ["trnid", "valid"] if with_validation else ["trnid"]
-    numbers = np.concatenate([np.atleast_1d(mat_value(entry, split_file, ids, key)) for key in keys]).astype(int)
-    wrong = numbers[(numbers < 1) | (numbers > len(all_labels))]
-    if wrong.size:
-        raise ValueError(
-            f"flowers: setid.mat has image number {wrong[0]}, and imagelabels.mat labels {len(all_labels)} images, "
-            "from 1 on: take both files from one release"
-        )
+    root = find_root(ENTRY, root, *_FILES)
+    splits = MatFile(ENTRY, root / "setid.mat")
+    all_labels = [int(label) for label in MatFile(ENTRY, root / "imagelabels.mat").array("labels")]
+    names = ["tstid"] if split == "test" else ["trnid", "valid"] if with_validation else ["trnid"]
+    numbers = [int(number) for name in names for number in splits.array(name)]
+    problem = f"image {{value}} is not one of the {len(all_labels)} of imagelabels.mat; take both from one release"
+    check_values(ENTRY, splits.file, enumerate(numbers), range(1, len(all_labels) + 1), problem)
     paths = [root / "jpg" / f"image_{number:05d}.jpg" for number in numbers]
-    check_files(entry, split_file, paths)
-    classes = _class_names(int(all_labels.max()))
-    labels = (all_labels[numbers - 1] - 1).tolist()
-    check_classes(entry, split, classes, labels, split_file)
-    return ImageSet("flowers", split, classes, labels, paths)
+    classes = _class_names(max(all_labels))
+    labels = [all_labels[number - 1] - 1 for number in numbers]
+    return build_image_set(ENTRY, split, classes, labels, paths, splits.file)
 
 
 def _class_names(count: int) -> list[str]:
-    """Names of the flowers, which the files do not have and torchvision has; numbers for another count."""
+    """Names of the flowers, which are not in the files but in torchvision; numbers for another count."""
+    from eigengrain import _torchvision  # noqa: F401  isort: skip
     from torchvision.datasets import Flowers102
 
     names = list(getattr(Flowers102, "classes", ()))
     return names if len(names) == count else [f"flower {k + 1}" for k in range(count)]
+
+
+ENTRY = register_dataset(
+    Entry(
+        "flowers",
+        "Flowers: Oxford Flowers-102",
+        (
+            ("jpg/image_00001.jpg …", "photographs"),
+            ("imagelabels.mat", "class of each image"),
+            ("setid.mat", "numbers of the images for training (trnid), validation (valid) and test (tstid)"),
+        ),
+        open_flowers,
+        folders=("flowers-102", "102flowers"),
+        required=(_FILES,),
+        published=(102, 2040, 6149),
+        options={"with_validation": "whether to train on the published validation images as well; default true"},
+        extra="data",
+        page="https://www.robots.ox.ac.uk/~vgg/data/flowers/102/",
+    )
+)

@@ -1,45 +1,78 @@
-"""Folders as data sets are published: finding them, reading their lists, and saying what is wrong with them."""
+"""Helpers of the readers, without torch: LayoutError for a wrong folder, AnnotationError for a wrong list."""
 
 import json
 import os
-from collections.abc import Collection, Iterator, Sequence
-from itertools import islice
+from collections.abc import Container, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from eigengrain.data.datasets.catalogue import Entry
-from eigengrain.errors import LayoutError
+from eigengrain import data
+from eigengrain.data.datasets.registry import Entry
+from eigengrain.errors import AnnotationError, LayoutError, MissingPackageError
 from eigengrain.text import few
 
-#: entries of a folder and names of missing files that a message shows
+#: names of a folder's content and of missing files that a message shows
 SHOWN = 8
+#: suffixes of image files
+SUFFIXES = (
+    *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
+    *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
+)
 
 
-def layout_error(entry: Entry, root: Path | None, problem: str) -> LayoutError:
-    """The error for a folder that does not hold the data set, or for none: the expected layout beside what was found.
+def is_image_name(name: str) -> bool:
+    """Whether a file name has the suffix of an image and the file is not hidden."""
+    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+
+
+def images_below(folder: str) -> list[str]:
+    """Image files in a folder and its subfolders; none if the folder does not exist."""
+    return [os.path.join(parent, name) for parent, names in walk(folder) for name in names if is_image_name(name)]
+
+
+def walk(folder: str, errors: list[OSError] | None = None) -> Iterator[tuple[str, list[str]]]:
+    """A folder and its subfolders, each with the names of its files, without hidden ones; links are entered once.
+
+    Folders that cannot be read are skipped; their errors are appended to ``errors``.
+    """
+    entered: set[str] = set()
+    for parent, folders, names in os.walk(folder, onerror=None if errors is None else errors.append, followlinks=True):
+        real = os.path.realpath(parent)
+        if real in entered:
+            folders.clear()
+            continue
+        entered.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        yield parent, sorted(name for name in names if not name.startswith("."))
+
+
+def layout_error(entry: Entry, root: Path, problem: str, missing: Sequence[str] = ()) -> LayoutError:
+    """The error for a folder that does not contain the data set: its expected and its actual content.
 
     Example:
-        >>> from eigengrain.data.datasets.catalogue import find_entry
-        >>> print(layout_error(find_entry("dogs"), Path("no/such"), "there is no such folder"))
-        no/such cannot be read as Stanford Dogs ('dogs'): there is no such folder
+        >>> from eigengrain.data.datasets.registry import find_entry
+        >>> print(layout_error(find_entry("dogs"), Path("no/such"), "the folder does not exist"))
+        no/such cannot be read as Dogs: Stanford Dogs ('dogs'): the folder does not exist
         expected:
           Images/CLASS/*.jpg             photographs
           train_list.mat, test_list.mat  file and class of each image, here or in lists/
         found: nothing
     """
-    width = max((len(what) for what, _ in entry.layout), default=0)
-    expected = "\n".join(f"  {what:{width}}  {meaning}" for what, meaning in entry.layout)
-    title = entry.title.split(": ")[-1]
-    if root is None:
-        return LayoutError(f"no folder was named for {title} ({entry.name!r}): {problem}\nexpected:\n{expected}")
-    return LayoutError(
-        f"{root} cannot be read as {title} ({entry.name!r}): {problem}\nexpected:\n{expected}\nfound: {_found(root)}"
-    )
+    width = max((len(path) for path, _ in entry.layout), default=0)
+    expected = "\n".join(f"  {path:{width}}  {content}" for path, content in entry.layout)
+    text = f"{root} cannot be read as {entry.title} ({entry.name!r}): {problem}"
+    return LayoutError(f"{text}\nexpected:\n{expected}\nfound: {_list_content(root)}", entry.name, root, missing)
 
 
-def _found(root: Path) -> str:
+def missing_error(entry: Entry, root: Path, missing: Sequence[str], note: str = "") -> LayoutError:
+    """The error for a folder in which files or folders are missing."""
+    verb = "are" if len(missing) > 1 else "is"
+    return layout_error(entry, root, f"{' and '.join(missing)} {verb} missing{note}", missing)
+
+
+def _list_content(root: Path) -> str:
     if root.is_file():
-        return f"a file; name the folder{' that it unpacks to' if root.suffix in ('.zip', '.tgz', '.tar', '.gz') else ''}"
+        return f"a file; pass the folder{' that it unpacks to' if root.suffix in ('.zip', '.tgz', '.tar', '.gz') else ''}"
     try:
         names = sorted(entry.name + ("/" if entry.is_dir() else "") for entry in os.scandir(root))
     except OSError:
@@ -47,141 +80,145 @@ def _found(root: Path) -> str:
     return few(names, SHOWN) if names else "an empty folder"
 
 
-def find_root(entry: Entry, root: str | Path, *needed: str) -> Path:
-    """The folder with the ``needed`` files: ``root`` itself or the data set's own folder in it.
+def locate(entry: Entry, root: Path, required: Sequence[str]) -> tuple[Path, list[str]]:
+    """The folder that has most of the required names, and those that it lacks: ``root`` or the data set's own folder in it.
 
-    Raises:
-        ValueError: with the expected layout and what was found, if neither has them all.
+    The names are as in ``Entry.required``. Of complete folders the root is preferred, of incomplete ones the other.
     """
+    folders = [root, *(root / name for name in entry.folders if (root / name).is_dir())]
+    candidates = [(folder, missing_names(folder, required)) for folder in folders]
+    return min(candidates, key=lambda pair: (len(pair[1]), (pair[0] == root) == bool(pair[1])))
+
+
+def missing_names(folder: Path, required: Sequence[str]) -> list[str]:
+    """Names that a folder lacks; ``a|b`` is a choice, and ``*`` matches any name."""
+    return [names.split("|")[0] for names in required if not any(any(folder.glob(name)) for name in names.split("|"))]
+
+
+def find_root(entry: Entry, root: str | Path, *required: str) -> Path:
+    """The folder with the required files: ``root`` itself or the data set's own folder in it."""
     root = Path(root).expanduser()
     if not root.is_dir():
-        raise layout_error(entry, root, "it is a file" if root.is_file() else "there is no such folder")
-    candidates = [root, *(root / name for name in entry.folders if (root / name).is_dir())]
-    lacking = {folder: [name for name in needed if not (folder / name).exists()] for folder in candidates}
-    for folder, missing in lacking.items():
-        if not missing:
-            return folder
-    # the data set's own folder says more about what is missing than the one above it
-    nearest = min(lacking, key=lambda folder: (len(lacking[folder]), folder == root))
-    raise layout_error(entry, nearest, missing_text(lacking[nearest]))
+        raise layout_error(entry, root, "it is a file" if root.is_file() else "the folder does not exist")
+    folder, missing = locate(entry, root, required)
+    if missing:
+        raise missing_error(entry, folder, missing)
+    return folder
 
 
-def missing_text(names: Sequence[str]) -> str:
-    """Says that files or folders are missing.
-
-    Example:
-        >>> missing_text(["train/"]), missing_text(["train/", "test/"])
-        ('train/ is missing', 'train/ and test/ are missing')
-    """
-    return f"{' and '.join(names)} {'are' if len(names) > 1 else 'is'} missing"
+def find_file(entry: Entry, root: Path, *candidates: str, note: str = "") -> Path:
+    """The first of several possible files that exists."""
+    file = next((root / name for name in candidates if (root / name).is_file()), None)
+    if file is None:
+        raise missing_error(entry, root, candidates[:1], note)
+    return file
 
 
-def rows(entry: Entry, file: Path, columns: int) -> Iterator[list[str]]:
-    """The lines of a list, cut at blanks into ``columns`` parts (the last one may have blanks); empty lines are left out.
-
-    Raises:
-        ValueError: for a line with fewer parts, or a file that is no text.
-    """
+def read_rows(entry: Entry, file: Path, columns: int) -> Iterator[list[str]]:
+    """The lines of a list, split at blanks into ``columns`` parts (the last may contain blanks), without empty lines."""
     try:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{entry.name}: cannot read {file} ({error})") from None
+        raise AnnotationError(entry.name, file, str(error)) from None
     for number, line in enumerate(lines, 1):
         parts = line.split(maxsplit=columns - 1)
         if len(parts) == columns:
             yield [part.strip() for part in parts]
         elif parts:
-            raise ValueError(f"{entry.name}: line {number} of {file} needs {columns} entries, it is {line.strip()!r}")
+            problem = f"line {number} must have {columns} entries, got {line.strip()!r}"
+            raise AnnotationError(entry.name, file, problem, line.strip())
 
 
-def whole_number(entry: Entry, file: Path, text: str) -> int:
-    """A number of a list.
+def check_values(
+    entry: Entry, file: Path, samples: Iterable[tuple[object, object]], allowed: Container[object], problem: str
+) -> None:
+    """Raise an AnnotationError for the first (sample, value) whose value is not allowed; ``problem`` may contain both."""
+    for sample, value in samples:
+        if value not in allowed:
+            raise AnnotationError(entry.name, file, problem.format(sample=sample, value=value), value)
 
-    Raises:
-        ValueError: naming the file, if it is none.
-    """
-    try:
-        return int(text)
-    except ValueError:
-        raise ValueError(f"{entry.name}: {file} has {text!r} where a whole number is expected") from None
+
+def read_boxes(entry: Entry, file: Path, images: Sequence[str], names: str) -> list[list[float]] | None:
+    """The four numbers of each image in a list of boxes; None if the file does not exist."""
+    if not file.is_file():
+        return None
+    boxes = {}
+    for image, *numbers in read_rows(entry, file, 5):
+        try:
+            boxes[image] = [float(number) for number in numbers]
+        except ValueError:
+            problem = f"the box of image {image} must be {names}, got {' '.join(numbers)!r}"
+            raise AnnotationError(entry.name, file, problem, image) from None
+    missing = sum(image not in boxes for image in images)
+    check_values(entry, file, enumerate(images), boxes, f"{missing} images have no box, first: {{value}}")
+    return [boxes[image] for image in images]
 
 
 def read_json(entry: Entry, file: Path) -> Any:
-    """A JSON file.
-
-    Raises:
-        ValueError: naming the file, if it is none.
-    """
+    """Read a JSON file."""
     try:
         return json.loads(file.read_text(encoding="utf-8-sig"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{entry.name}: cannot read {file} as JSON ({error})") from None
+        raise AnnotationError(entry.name, file, f"it is not valid JSON ({error})") from None
 
 
-def read_mat(entry: Entry, file: Path) -> dict[str, Any]:
-    """A MATLAB file.
+class MatFile:
+    """The variables of a MATLAB file."""
 
-    Raises:
-        ValueError: if it cannot be read, or SciPy is not installed.
-    """
-    try:
-        from scipy.io import loadmat
-    except ImportError:
-        raise ValueError(
-            f"{entry.name}: {file.name} is a MATLAB file, which SciPy reads: pip install 'eigengrain[data]'"
-        ) from None
-    try:
-        return dict(loadmat(str(file), squeeze_me=True))
-    except Exception as error:  # SciPy fails in many ways on what is no MATLAB file
-        raise ValueError(f"{entry.name}: cannot read {file} as a MATLAB file ({error})") from None
+    def __init__(self, entry: Entry, file: Path):
+        try:
+            from scipy.io import loadmat
+        except ImportError:
+            problem = f"{entry.name}: SciPy is needed to read {file.name}: pip install 'eigengrain[data]'"
+            raise MissingPackageError(problem) from None
+        self.entry, self.file = entry, file
+        try:
+            self.variables = loadmat(str(file), squeeze_me=True)
+        except Exception as error:  # SciPy raises many kinds of errors for other files
+            raise AnnotationError(entry.name, file, f"it is not a MATLAB file ({error})") from None
+
+    def array(self, name: str) -> Any:
+        """A variable as an array with at least one dimension."""
+        import numpy as np
+
+        if name not in self.variables:
+            names = ", ".join(each for each in self.variables if not each.startswith("__"))
+            problem = f"it has no variable {name!r}, only {names or 'none'}"
+            raise AnnotationError(self.entry.name, self.file, problem, name)
+        return np.atleast_1d(self.variables[name])
+
+    def field(self, records: Any, name: str) -> list[Any]:
+        """A field of an array of records."""
+        if name not in (records.dtype.names or ()):
+            problem = f"its records have no field {name!r}; use the file that has the classes"
+            raise AnnotationError(self.entry.name, self.file, problem, name)
+        return list(records[name])
 
 
-def mat_value(entry: Entry, file: Path, values: dict[str, Any], key: str) -> Any:
-    """A variable of a MATLAB file.
+def build_image_set(
+    entry: Entry,
+    split: str,
+    classes: Sequence[str],
+    labels: Sequence[int],
+    paths: Sequence[Path],
+    source: Path,
+    boxes: Sequence[Sequence[float]] | None = None,
+) -> "data.ImageSet":
+    """Build the data set of a split, and check that its images exist and that each class has a training image.
 
-    Raises:
-        ValueError: naming the variables that there are, if this one is not.
-    """
-    if key not in values:
-        there = ", ".join(name for name in values if not name.startswith("__"))
-        raise ValueError(f"{entry.name}: {file} has no variable {key!r}; it has {there or 'none'}")
-    return values[key]
-
-
-def check_files(entry: Entry, source: Path, paths: Sequence[Path]) -> None:
-    """See that the files which a list names are there; a folder is read once, however many files it has.
-
-    Raises:
-        ValueError: with how many are missing and the first of them, or if the list names no file at all.
+    ``source`` is the list of the images, for the error.
     """
     if not paths:
-        raise ValueError(f"{entry.name}: {source} names no image for this split")
-    there: dict[Path, Collection[str]] = {}
-    missing = []
-    for path in paths:
-        if path.parent not in there:
-            there[path.parent] = set(os.listdir(path.parent)) if path.parent.is_dir() else ()
-        if path.name not in there[path.parent]:
-            missing.append(path)
+        raise AnnotationError(entry.name, source, "it contains no image of this split")
+    # each folder is read once, however many images it has
+    contents = {folder: {*os.listdir(folder)} if folder.is_dir() else set() for folder in {path.parent for path in paths}}
+    missing = [path for path in paths if path.name not in contents[path.parent]]
     if missing:
-        first = ", ".join(map(str, islice(missing, 3)))
-        raise ValueError(
-            f"{entry.name}: {source} names {len(paths)} images for this split and {len(missing)} of them are missing: "
-            f"{first}{', …' if len(missing) > 3 else ''}; unpack the images again or correct the list"
-        )
-
-
-def check_classes(entry: Entry, split: str, classes: Sequence[str], labels: Sequence[int], source: Path) -> None:
-    """See that a training split has an image of each class.
-
-    Raises:
-        ValueError: naming classes without one.
-    """
-    seen = set(labels)
-    empty = [name for k, name in enumerate(classes) if k not in seen]
+        problem = f"{len(missing)} of the {len(paths)} images of this split do not exist: {few([*map(str, missing)], 3)}"
+        raise AnnotationError(entry.name, source, f"{problem}; unpack the images again or correct the list", missing[0])
+    used = set(labels)
+    empty = [name for k, name in enumerate(classes) if k not in used]
     if split == "train" and empty:
-        first = ", ".join(empty[:3]) + (", …" if len(empty) > 3 else "")
-        raise ValueError(
-            f"{entry.name}: {len(empty)} of {len(classes)} classes have no training image ({first}), as {source} says: add "
-            "images, or take the classes out"
-        )
+        problem = f"{len(empty)} of {len(classes)} classes have no training image: {few(empty, 3)}"
+        raise AnnotationError(entry.name, source, f"{problem}; add images, or remove the classes", empty[0])
+    return data.ImageSet(entry.name, split, classes, labels, paths, boxes=boxes)

@@ -1,88 +1,161 @@
-"""Data sets by name."""
+"""Data sets by name. It imports no torch, so that the command line lists them immediately.
+
+A data set is one file in this folder with its reader and one call of :func:`register_dataset`; it is found automatically.
+"""
 
 import inspect
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from numbers import Integral
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from pkgutil import iter_modules, resolve_name
+from typing import TYPE_CHECKING, Any, get_type_hints
 
-from eigengrain.data.datasets.catalogue import find_entry
-from eigengrain.data.datasets.layout import layout_error
-from eigengrain.data.files import permitted
-from eigengrain.data.image_set import ImageSet
-from eigengrain.errors import UnknownName
+from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.options import convert
+
+if TYPE_CHECKING:
+    from eigengrain.data.image_set import ImageSet
 
 
-def open_dataset(name: str, root: str | Path | None = None, split: str = "train", **options: Any) -> ImageSet:
-    """A data set by name, from a local folder; nothing is downloaded and no image is opened.
+@dataclass(frozen=True)
+class Entry:
+    """A data set and its reader.
+
+    Args:
+        name, title: names for ``open_dataset`` and for people.
+        layout: (file or folder, content) below the root; shown in listings and if the folder is wrong.
+        reader: function ``(root, split, **options)`` that returns an ImageSet, or its name ``"module:function"``.
+        folders: usual names of the data set's own folder; the folder above it is accepted as root, too.
+        required: files and folders below the root by which ``eigengrain doctor`` recognises the data set, for each of its
+            published layouts; ``a|b`` is a choice, and ``*`` matches any name.
+        published: number of classes, training images and test images as published.
+        options: options of the reader with their meaning.
+        extra: extra of this package that the reader needs.
+        page: where to get the data set.
+        drawn: whether the images are drawn; the reader has no ``root`` then.
+    """
+
+    name: str
+    title: str
+    layout: tuple[tuple[str, str], ...]
+    reader: "str | Callable[..., ImageSet]"
+    folders: tuple[str, ...] = ()
+    required: tuple[tuple[str, ...], ...] = ()
+    published: tuple[int, int, int] | None = None
+    options: dict[str, str] = field(default_factory=dict)
+    extra: str | None = None
+    page: str = ""
+    drawn: bool = False
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields for JSON; the reader as ``module:function``."""
+        reader = self.reader if isinstance(self.reader, str) else f"{self.reader.__module__}:{self.reader.__qualname__}"
+        return {**asdict(self), "reader": reader}
+
+
+_ENTRIES: dict[str, Entry] = {}
+_loaded = False
+
+
+def register_dataset(entry: Entry) -> Entry:
+    """Register a data set, so that ``open_dataset``, the recipes and the command line accept its name.
+
+    Raises:
+        ArgumentError: if the name is taken.
+    """
+    _load_built_in()
+    if entry.name in _ENTRIES:
+        raise ArgumentError("name", "is the name of a registered data set", entry.name, "choose another one")
+    _ENTRIES[entry.name] = entry
+    return entry
+
+
+def _load_built_in() -> None:
+    """Import the modules beside this one, which register their data sets."""
+    global _loaded
+    if not _loaded:
+        _loaded = True  # before the imports, which call this function again
+        package = __name__.rpartition(".")[0]
+        for module in iter_modules(import_module(package).__path__, f"{package}."):
+            import_module(module.name)
+
+
+def list_entries() -> list[Entry]:
+    """All registered data sets, sorted by name."""
+    _load_built_in()
+    return sorted(_ENTRIES.values(), key=lambda entry: entry.name)
+
+
+def list_datasets() -> list[str]:
+    """Names for ``open_dataset``, sorted."""
+    return [entry.name for entry in list_entries()]
+
+
+def find_entry(name: str) -> Entry:
+    """The entry of a data set; raises UnknownName if no data set has the name."""
+    _load_built_in()
+    if name not in _ENTRIES:
+        raise UnknownName("data set", name, list_datasets())
+    return _ENTRIES[name]
+
+
+def open_dataset(name: str, root: str | Path | None = None, split: str = "train", **options: Any) -> "ImageSet":
+    """Open a data set from a local folder; nothing is downloaded and no image is opened.
 
     Args:
         name: one of ``list_datasets()``.
-        root: its folder, as ``eigengrain datasets`` shows it, or the one above; None for drawn images.
+        root: its folder, as ``eigengrain datasets`` describes it, or the folder above; None for drawn images.
         split: ``train`` or ``test``; data sets without public test labels use their validation images as ``test``.
-        options: of the reader.
+        options: options of the reader.
 
     Raises:
-        ValueError: for an unknown name, split or option, or a folder that is not as expected or may not be read.
+        UnknownName: for an unknown name, split or option.
+        ArgumentError: for an option of the wrong type, or a missing or unexpected root.
+        LayoutError: if the folder does not have the expected layout.
+        FileError: if a file of the data set is wrong or cannot be read.
     """
     entry = find_entry(name)
     if split not in ("train", "test"):
-        hint = (
-            ": its validation images are the split 'test'; split_validation() takes a part of the training images"
-            if split in ("val", "valid", "validation")
-            else ""
-        )
-        raise ValueError(f"unknown split {split!r}: choose train or test{hint}")
-    if entry.drawn:
-        if root is not None:
-            raise ValueError(f"{name} is drawn, not read: leave the folder {str(root)!r} out")
-    elif root is None:
-        raise layout_error(entry, None, "give the folder that holds it (--root, in a training --data.root)")
-    module, function = entry.reader.split(":")
-    reader = getattr(import_module(module), function)
-    _check_options(name, reader, options)
-    with permitted():
-        opened: ImageSet = reader(split, **options) if entry.drawn else reader(root, split, **options)
-    return opened
+        if split not in ("val", "valid", "validation"):
+            raise UnknownName("split", split, ("train", "test"))
+        raise ArgumentError("split", "must be train or test", split, "split_validation() makes validation images")
+    if entry.drawn and root is not None:
+        raise ArgumentError("root", f"is not used by {name}, whose images are drawn", str(root), "leave it out")
+    if not entry.drawn and root is None:
+        content = ", ".join(path for path, _ in entry.layout)
+        raise ArgumentError("root", f"must be the folder of {entry.title}", root, f"it contains {content}")
+    reader = entry.reader
+    if isinstance(reader, str):
+        reader = resolve_name(reader)
+    options = _check_options(name, reader, options)
+    try:
+        return reader(split, **options) if entry.drawn else reader(root, split, **options)
+    except PermissionError as error:
+        raise FileError(error.filename or str(root), str(error.strerror)) from None
 
 
-def _check_options(name: str, reader: Any, options: dict[str, Any]) -> None:
-    parameters = inspect.signature(reader).parameters.values()
-    known = [p.name for p in parameters if p.name not in ("root", "split") and p.kind is not p.VAR_KEYWORD]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return  # the reader looks at them itself
+def check_names(options: Iterable[str]) -> None:
+    """Raise an ArgumentError if the options of a reader contain an argument of ``open_dataset``."""
     for option in options:
-        if option not in known:
-            if not known:
-                raise ValueError(f"{name} has no options, got {option!r}")
-            raise UnknownName(f"option of {name}", option, known)
-    hints = get_type_hints(reader)
-    for option, value in options.items():  # a file or a command line may say anything
-        if not _fits(value, hints[option]):
-            raise ValueError(f"option {option} of {name}: expected {_in_words(hints[option])}, got {value!r}")
+        if option in ("name", "root", "split"):
+            raise ArgumentError("options", f"must not contain {option!r}, which is not an option of the data set's reader")
 
 
-#: what the types of options are called; those of Python alone are not spoken of
-_WORDS = {bool: "true or false", int: "a whole number", str: "a text", NoneType: "null"}
-
-
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
-
-
-def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value is of a type; NumPy's whole numbers are some, and true and false are none.
-
-    Example:
-        >>> _fits(3, int | None), _fits(True, int | None), _fits(None, int | None), _fits("3", int | None)
-        (True, False, True, False)
-    """
-    classes = [get_origin(kind) or kind for kind in _kinds(hint)]
-    if isinstance(value, bool):
-        return bool in classes
-    return isinstance(value, tuple(Integral if kind is int else kind for kind in classes))
-
-
-def _in_words(hint: Any) -> str:
-    return " or ".join(_WORDS[kind] for kind in _kinds(hint) if kind in _WORDS)
+def _check_options(name: str, reader: Any, options: dict[str, Any]) -> dict[str, Any]:
+    """Check the options against the signature of the reader; plain values may come from a file or a command line."""
+    parameters = inspect.signature(reader).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return options  # the reader checks them
+    names = [p.name for p in parameters if p.name not in ("root", "split")]
+    unknown = next((option for option in options if option not in names), None)
+    if unknown is not None and not names:
+        raise ArgumentError("options", f"must be empty, because {name} has no options", unknown)
+    if unknown is not None:
+        raise UnknownName(f"option of {name}", unknown, names)
+    hints = get_type_hints(reader) if options else {}
+    for option, value in options.items():
+        # values of other types, which are not from a file, are passed on: paths, NumPy integers
+        if option in hints and isinstance(value, bool | int | float | str | list | dict | None):
+            options[option] = convert(value, hints[option], f"options.{option}")
+    return options

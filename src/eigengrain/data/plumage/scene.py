@@ -1,4 +1,4 @@
-"""What a species does not decide: pose, light, the single bird's colours and build, and what is behind it."""
+"""What is drawn: the species, which differ in small marks, and the scene, which is independent of the species."""
 
 import math
 from dataclasses import dataclass
@@ -6,21 +6,54 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from eigengrain.errors import ArgumentError
+
+WINGS = ("plain-winged", "one-barred", "two-barred")
+BREASTS = ("plain-breasted", "spotted", "banded")
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The five parts in which the species differ; silhouette, palette and everything else are the same."""
+
+    bars: int  # pale bars across the wing, 0, 1 or 2
+    ring: bool  # a pale ring around the eye
+    crown: bool  # a pale stripe over the crown
+    bright_bill: bool  # an orange bill instead of a dark one
+    breast: int  # 0 plain, 1 spotted, 2 with a dark band
+
+    @property
+    def name(self) -> str:
+        """Name of the species."""
+        head = "ringed " * self.ring + "crowned " * self.crown
+        bill = "orange-billed" if self.bright_bill else "dark-billed"
+        return f"{WINGS[self.bars]} {head}{bill} {BREASTS[self.breast]}"
+
+
+def _make_species(code: int) -> Marks:
+    """A combination of the last four parts, with the bars as a check digit: any two species differ in at least two."""
+    ring, crown, bill, breast = code % 2, code // 2 % 2, code // 4 % 2, code // 8
+    return Marks((ring + crown + bill + breast) % 3, bool(ring), bool(crown), bool(bill), breast)
+
+
+# this order makes neighbours differ in many parts, so that the first few species are a fair sample of all
+SPECIES = tuple(_make_species((number * 5 + 1) % 24) for number in range(24))
+
 
 @dataclass(frozen=True)
 class Nuisance:
-    """How much the scenes vary: the difficulty of the data set.
+    """How much the scenes vary, which is the difficulty of the data set.
 
     Args:
-        rotation: largest turn to either side, in degrees.
-        length: shortest and longest bird, as a share of the image's side.
-        shift: largest distance of the bird from the centre, as a share of the side.
-        light: largest change of exposure, as a power of 2.
-        tint: largest change of one colour channel by the light, relative.
-        clutter: shapes in the background, fewest and most.
-        contrast: weakest and strongest blend of the pale marks (bars, ring, crown) over the plumage, 0 to 1.
-        faint: the same for the dark pattern of the breast, and for orange in the bill.
-        noise: standard deviation of the pixel noise, white being 1.
+        rotation: maximum rotation to either side, in degrees.
+        length: minimum and maximum length of the bird, as a fraction of the image's side.
+        shift: maximum distance of the bird from the centre, as a fraction of the side.
+        light: maximum change of exposure, as a power of 2.
+        tint: maximum relative change of one colour channel by the light.
+        clutter: minimum and maximum number of shapes in the background.
+        contrast: minimum and maximum opacity of the pale marks (bars, ring, crown), 0 to 1.
+        faint: the same for the dark pattern of the breast and the orange of the bill.
+        noise: standard deviation of the pixel noise; white is 1.
     """
 
     rotation: float = 25.0
@@ -34,23 +67,19 @@ class Nuisance:
     noise: float = 0.03
 
     def __post_init__(self) -> None:
-        for name in ("length", "clutter", "contrast", "faint"):
+        for name, least, most in (("length", 0.3, None), ("clutter", 0, None), ("contrast", 0, 1), ("faint", 0, 1)):
             low, high = getattr(self, name)
-            if not 0 <= low <= high:
-                raise ValueError(f"{name} must go from a smaller to a larger number, both 0 or more; got {low} and {high}")
-        if self.length[0] < 0.3 or max(self.contrast[1], self.faint[1]) > 1:
-            raise ValueError(
-                f"length must be at least 0.3, contrast and faint at most 1, got {self.length[0]}, {self.contrast[1]} and "
-                f"{self.faint[1]}"
-            )
+            if not least <= low <= high or (most is not None and high > most):
+                limits = f"at least {least}" if most is None else f"between {least} and {most}"
+                raise ArgumentError(name, f"must be a minimum and a maximum, {limits}", (low, high))
         for name in ("rotation", "shift", "light", "tint", "noise"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}")
+                raise ArgumentError(name, "must be at least 0", getattr(self, name))
 
 
 @dataclass(frozen=True)
 class Scene:
-    """One draw of everything but the species; lengths are shares of the image's side, colours RGB from 0 to 1."""
+    """Random choices for one image except the species; lengths are fractions of the side, colours RGB from 0 to 1."""
 
     flip: bool
     angle: float
@@ -75,12 +104,12 @@ class Scene:
     grain: int
 
 
-# the plumage that all species share: brown, olive, slate, rufous
+# colours of the plumage, common to all species: brown, olive, slate, rufous
 _BACKS = np.array([[0.45, 0.34, 0.24], [0.42, 0.42, 0.26], [0.36, 0.38, 0.42], [0.52, 0.33, 0.22]], np.float32)
 _PALE = np.array([0.95, 0.92, 0.82], np.float32)
 _DARK = np.array([0.13, 0.11, 0.11], np.float32)
 _BRIGHT = np.array([0.90, 0.55, 0.15], np.float32)
-# what grows behind a bird, and the bird's own colours, so that no colour gives it away
+# colours of the background; they include the bird's own, so that no colour reveals it
 _SCENERY = np.array(
     [
         *([0.30, 0.42, 0.20], [0.44, 0.52, 0.26], [0.55, 0.58, 0.42], [0.60, 0.68, 0.74], [0.36, 0.28, 0.20]),
@@ -91,7 +120,7 @@ _SCENERY = np.array(
 
 
 def draw_scene(rng: np.random.Generator, nuisance: Nuisance) -> Scene:
-    """One scene; all its random numbers come from ``rng``."""
+    """Draw a scene; all its random numbers come from ``rng``."""
 
     def between(low: float, high: float) -> float:
         return float(low + (high - low) * rng.random())
