@@ -3,6 +3,7 @@
 import math
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eigengrain.data import DeviceCache, build_transform, make_loader
-from eigengrain.data.transforms_config import Transforms
+from eigengrain.data.preprocessing import Transforms
 from eigengrain.models import from_pretrained
 from eigengrain.training import loop, train
 from eigengrain.training.checkpoint import read_checkpoint
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(DEVICE == "cuda" and not torch.cuda.is_available
 
 @pytest.fixture(autouse=True)
 def repeatable(monkeypatch):
-    """Sums in a fixed order and whole float32 convolutions, so that two runs can be compared."""
+    """Deterministic sums and convolutions in full float32, so that two runs can be compared."""
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -49,11 +50,11 @@ def losses_of(config, **options):
 # precision
 
 
-def test_fp16_leaves_out_the_steps_that_overflow_and_trains_in_the_others(tmp_path, monkeypatch):
+def test_fp16_skips_only_the_steps_that_overflow(tmp_path, monkeypatch):
     steps = []
 
     class Watched(torch.amp.GradScaler):
-        """Starts so high that the first gradients overflow, and sees which steps move the parameters."""
+        """Starts with a scale at which the first gradients overflow, and records which steps move the parameters."""
 
         def __init__(self, *arguments, **options):
             super().__init__(*arguments, **options, init_scale=2.0**32)
@@ -83,7 +84,7 @@ def test_fp16_leaves_out_the_steps_that_overflow_and_trains_in_the_others(tmp_pa
 
 
 @pytest.mark.parametrize(("amp", "dtype"), [("none", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_precision_ends_where_the_head_begins(tmp_path, amp, dtype):
+def test_half_precision_is_limited_to_the_backbone(tmp_path, amp, dtype):
     run = build(run_of(tmp_path, amp=amp), colours(), Process(torch.device(DEVICE)))
     seen = {}
 
@@ -122,9 +123,16 @@ def test_bf16_starts_where_float32_starts_and_learns(tmp_path):
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize(
     ("kind", "options"),
-    [("none", {}), ("paper", {}), ("scripts", {}), ("scripts", {"keep_aspect": False}), ("imagenet", {})],
+    [
+        ("none", {}),
+        ("paper", {}),
+        ("scripts", {}),
+        ("scripts", {"keep_aspect": False}),
+        ("imagenet", {}),
+        ("imagenet", {"keep_aspect": False}),
+    ],
 )
-def test_cached_batches_are_the_loaders(kind, options, training):
+def test_cached_batches_equal_those_of_the_loader(kind, options, training):
     def images():
         dataset = colours().train
         size = SIZE if kind == "none" else 21
@@ -153,20 +161,20 @@ def test_the_cache_trains_as_the_loader_does(tmp_path):
     assert cached == pytest.approx(plain, abs=1e-3)
 
 
-# several processes, as far as one device goes
+# process groups, with one device
 
 
 class OneOfMany(Process):
-    """A process that speaks to its peers although it has none."""
+    """A process that communicates although it is the only one."""
 
     @property
-    def many(self) -> bool:
+    def distributed(self) -> bool:
         return True
 
 
 @pytest.fixture
 def in_a_group(tmp_path, monkeypatch):
-    """All of this process's messages go through NCCL; what was built for the training is noted."""
+    """Let a single process communicate through NCCL; returns a list of what was built for each training."""
     built = []
 
     @contextmanager
@@ -192,15 +200,8 @@ def in_a_group(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory):
-    """Losses of plain runs by backbone, made when they are first asked for, outside of any group."""
-    known = {}
-
-    def losses(backbone):
-        if backbone not in known:
-            known[backbone] = losses_of(with_backbone(tmp_path_factory.mktemp("alone"), backbone))
-        return known[backbone]
-
-    return losses
+    """Function from a backbone to the losses of a plain run; it must first be called outside of a process group."""
+    return cache(lambda backbone: losses_of(with_backbone(tmp_path_factory.mktemp("alone"), backbone)))
 
 
 def with_backbone(out, backbone, **changes):
@@ -209,7 +210,7 @@ def with_backbone(out, backbone, **changes):
 
 @pytest.mark.parametrize("backbone", ["test_resnet", "test_efficientnet"])
 @pytest.mark.parametrize("sync_bn", [False, True] if DEVICE == "cuda" else [False])
-def test_a_group_of_one_trains_as_no_group_does(alone, tmp_path, sync_bn, backbone, request):
+def test_a_group_of_one_process_trains_like_no_group(alone, tmp_path, sync_bn, backbone, request):
     expected = alone(backbone)  # before there is a group
     built = request.getfixturevalue("in_a_group")
     assert losses_of(with_backbone(tmp_path / "run", backbone, sync_bn=sync_bn)) == pytest.approx(expected, abs=1e-3)
@@ -221,7 +222,7 @@ def test_a_group_of_one_trains_as_no_group_does(alone, tmp_path, sync_bn, backbo
 
 
 def difference(one, other):
-    """The largest one between the tensors of two checkpoints: model, averages, optimiser and generators."""
+    """Largest difference between the tensors of two checkpoints: model, averages and optimiser."""
     a, b = (read_checkpoint(folder / "last.pt") for folder in (one, other))
     pairs = [(a[part][name], b[part][name]) for part in ("model", "ema") for name in a[part]]
     for number, state in a["optimiser"]["state"].items():
@@ -235,7 +236,7 @@ def difference(one, other):
 
 @pytest.mark.parametrize(("head", "amp"), [("gap", "none"), ("mpncov+seb", "fp16")])
 def test_a_resumed_run_differs_no_more_than_a_repeated_one(tmp_path, head, amp):
-    """To the bit, where the device repeats itself to the bit."""
+    """It is identical if the device is deterministic."""
     base = run_of(tmp_path, amp=amp, ema=0.9, save_every=2)
     base = replace(base, model=replace(base.model, head=head))
     whole, again, parts = (replace(base, out=str(tmp_path / name)) for name in ("whole", "again", "parts"))

@@ -1,9 +1,8 @@
-"""Two processes are as good as one: a real run of torchrun over gloo."""
+"""Two processes give the results of one: a real run of torchrun over gloo."""
 
 import csv
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,38 +12,31 @@ from safetensors.torch import load_file
 
 from eigengrain.training import train
 from training.small_run import colours, without_batch_statistics
-
-CHANGES = {"epochs": 4, "save_every": 2, "ema": 0.9}
-
-
-def run_two(module: str, *arguments: str) -> tuple[str, str]:
-    """What two processes of a module print."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    with subprocess.Popen([*command, *arguments], env=environment, **pipes) as process:
-        try:
-            out, error = process.communicate(timeout=200)
-        except subprocess.TimeoutExpired:
-            process.terminate()  # it ends the two, which a kill would leave behind
-            out, error = process.communicate(timeout=60)
-            pytest.fail(f"two processes of {module} hang; they said {out}\n{error}")
-    assert process.returncode == 0, error
-    return out, error
-
-
-def said(out: str) -> list[str]:
-    """The lines that begin with this word, of programs that write them at once: gloo of torch 2.9 speaks between them."""
-    return re.findall(r"said (.*)\n", out)
+from training.two_processes import CHANGES
 
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory):
-    """The folder of a run of two processes; every third image less would leave a last batch of two."""
+    """Folder of two processes of :mod:`training.two_processes`; that they exit is part of the test."""
     out = tmp_path_factory.mktemp("two")
-    _, error = run_two("training.small_run", str(out / "run"), json.dumps(CHANGES), "", str(out / "losses"))
-    assert error.count("epoch 4/4") == 1  # one process speaks
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "-m", "training.two_processes", str(out)], env=environment, **pipes) as process:
+        try:
+            _, error = process.communicate(timeout=300)
+        except subprocess.TimeoutExpired:
+            process.terminate()  # it ends the two processes, which a kill would leave behind
+            _, error = process.communicate(timeout=60)
+            pytest.fail(f"the two processes hang: {error}")
+    assert process.returncode == 0, error
+    assert error.count("epoch 4/4") == 1  # one process prints
     return out
+
+
+@pytest.fixture(scope="module")
+def seen(two):
+    return [json.loads((two / f"{rank}.json").read_text()) for rank in (0, 1)]
 
 
 @pytest.fixture(scope="module")
@@ -55,12 +47,12 @@ def one(tmp_path_factory):
     return out, losses
 
 
-def test_the_losses_of_20_steps_are_those_of_one_process(one, two):
-    shares = [[float(line) for line in (two / f"losses.{rank}").read_text().split()] for rank in (0, 1)]
+def test_the_losses_of_20_steps_are_those_of_one_process(one, seen):
+    shares = [each["losses"] for each in seen]
     together = [(a + b) / 2 for a, b in zip(*shares, strict=True)]
     assert len(together) == len(one[1]) == 20
     assert max(abs(a - b) for a, b in zip(together, one[1], strict=True)) <= 1e-5
-    assert max(abs(a - b) for a, b in zip(*shares, strict=True)) > 1e-3  # each process did have images of its own
+    assert max(abs(a - b) for a, b in zip(*shares, strict=True)) > 1e-3  # each process had its own images
 
 
 def test_accuracy_counts_every_image_once(one, two):
@@ -78,16 +70,9 @@ def test_the_model_is_the_same(one, two):
     assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
 
 
-def test_no_process_leaves_before_the_checkpoint_is_written(tmp_path):
-    out, _ = run_two("training.slow_save", str(tmp_path))  # torchrun would end the one that still writes
-    assert said(out) == ["True", "True"]
+def test_no_process_exits_before_the_checkpoint_is_written(seen):
+    assert [each["saved"] for each in seen] == [True, True]
 
 
-def test_a_network_that_outlives_its_processes_keeps_nobody_waiting():
-    out, _ = run_two("training.late_net")
-    assert said(out) == ["over", "over"]
-
-
-def test_processes_join_again_and_again_whoever_comes_first():
-    out, _ = run_two("training.many_groups")
-    assert said(out) == [str([3] * 8)] * 2
+def test_processes_join_repeatedly_in_any_order(seen):
+    assert [each["sums"] for each in seen] == [[3] * 8] * 2

@@ -1,4 +1,4 @@
-"""Accuracy against a count by hand, for subsets, flips and batches of any size."""
+"""Accuracy against an independent calculation, for subsets, flips and batches of any size."""
 
 import copy
 import math
@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from eigengrain.errors import NonFiniteError
+from eigengrain.errors import ArgumentError, NonFiniteError
 from eigengrain.functional import EigenSubset
+from eigengrain.heads import Head
 from eigengrain.models import create_model
 from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import MixedPrecision, evaluate
@@ -42,7 +42,7 @@ def batches(images, size):
 
 
 def by_hand(model, images, labels, subset="all", flip=False):
-    """One image after the other: (right at 1, right at 5, loss), with the head's numbers from NumPy."""
+    """One image after the other: (top-1 hit, top-5 hit, loss), with the head computed in NumPy."""
     model.eval()
     answers = []
     for image, label in zip(images, labels.tolist(), strict=True):
@@ -69,7 +69,7 @@ def by_hand(model, images, labels, subset="all", flip=False):
 
 
 @pytest.mark.parametrize("flip", [False, True])
-def test_subsets_and_flips_against_a_count_by_hand(model, images, flip):
+def test_subsets_and_flips_against_an_independent_calculation(model, images, flip):
     subsets = ("all", "top:2", "top:1+last:2")
     scores = evaluate(model, batches(images, 4), subsets=subsets, flip=flip)
     assert [score.subset for score in scores] == list(subsets)
@@ -95,7 +95,7 @@ def test_the_mean_over_both_views_is_exact(images):
 
 
 class OnMps(torch.Tensor):
-    """A tensor that says it lies on MPS, and refuses float64 as that device does; it is computed on the CPU."""
+    """A tensor that claims to be on MPS and refuses float64 as that device does; it is computed on the CPU."""
 
     @property
     def device(self):
@@ -118,7 +118,7 @@ def on_mps(tensor):
 
 
 class MpsHere(TorchFunctionMode):
-    """As if the CPU were MPS, where that is asked for."""
+    """Lets the CPU act as the MPS device."""
 
     def __torch_function__(self, function, types, arguments=(), options=None):
         options = dict(options or {})
@@ -133,14 +133,14 @@ def test_a_device_without_float64(model, images):
     [expected] = evaluate(model, [images], flip=True)
     with MpsHere():
         [score] = evaluate(model, [images], Process(torch.device("mps")), flip=True)
-        with pytest.raises(TypeError, match="float64"):
+        with pytest.raises(TypeError):
             torch.zeros(1, device=torch.device("mps")).double()
         spectrum = spectrum_row(torch.rand(3, 4).to(torch.device("mps")), torch.rand(3).to(torch.device("mps")))
     assert (score.correct, score.count, score.loss) == (expected.correct, expected.count, pytest.approx(expected.loss))
     assert 0 < spectrum["s"] < 1
 
 
-def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, monkeypatch):
+def test_the_backbone_runs_once_for_all_subsets(model, images, monkeypatch):
     calls = []
     original = model.backbone.forward_features
     monkeypatch.setattr(model.backbone, "forward_features", lambda x: calls.append(len(x)) or original(x))
@@ -148,7 +148,7 @@ def test_the_backbone_runs_once_whatever_is_asked_of_the_head(model, images, mon
     assert calls == [11]
 
 
-def test_frozen_layers_of_a_model_that_trains_stay_frozen(model, images):
+def test_frozen_layers_of_a_model_in_training_mode_stay_frozen(model, images):
     model = copy.deepcopy(model)
     model.backbone.bn1.eval()
     before = [module.training for module in model.modules()]
@@ -156,14 +156,14 @@ def test_frozen_layers_of_a_model_that_trains_stay_frozen(model, images):
     assert [module.training for module in model.modules()] == before
 
 
-def test_a_model_that_diverged_has_no_accuracy(model, images):
-    spoilt = copy.deepcopy(model)
-    spoilt.classifier.weight.data[0] = math.nan
-    with pytest.raises(NonFiniteError, match="scores are NaN or infinite"):
-        evaluate(spoilt, batches(images, 4))
+def test_scores_that_are_not_finite_are_refused(model, images):
+    diverged = copy.deepcopy(model)
+    diverged.classifier.weight.data[0] = math.nan
+    with pytest.raises(NonFiniteError):
+        evaluate(diverged, batches(images, 4))
 
 
-def test_batches_do_not_matter_and_the_model_is_left_as_it_was(model, images):
+def test_the_batch_size_does_not_matter_and_the_model_is_unchanged(model, images):
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     one, many = (evaluate(model, batches(images, size), subsets=("top:2",))[0] for size in (11, 2))
     assert one.correct == many.correct
@@ -173,23 +173,22 @@ def test_batches_do_not_matter_and_the_model_is_left_as_it_was(model, images):
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
 
 
-def test_what_cannot_be_evaluated_is_refused(model, images):
-    with pytest.raises(ValueError, match="asks for 9 of 6 eigenvalues"):
+def test_subsets_that_do_not_exist_and_empty_splits_are_refused(model, images):
+    gap = create_model("test_resnet", head="gap", num_classes=CLASSES)
+    with pytest.raises(ArgumentError) as error:
+        evaluate(gap, batches(images, 4), subsets=("top:1",))
+    assert (error.value.argument, error.value.value) == ("subset", "top:1")
+    with pytest.raises(ValueError):
         evaluate(model, batches(images, 4), subsets=("top:9",))
-    with pytest.raises(ValueError, match="no image"):
+    with pytest.raises(ValueError):
         evaluate(model, [])
-    pooled = create_model("test_resnet", head="gap", num_classes=CLASSES)
-    with pytest.raises(ValueError, match="head 'gap' has no eigenvalues"):
-        evaluate(pooled, batches(images, 4), subsets=("top:1",))
-    assert evaluate(pooled, batches(images, 4))[0].samples == 11
+    assert evaluate(gap, batches(images, 4))[0].samples == 11
 
 
-class Probe(nn.Module):
-    """Stands for a head and remembers the precision it is given."""
+class Probe(Head):
+    """A head that records the precision of its input."""
 
-    channels = 64
-
-    def forward(self, x):
+    def pool(self, x):
         self.seen = x.dtype, torch.is_autocast_enabled("cpu")
         return x.mean((2, 3))
 
@@ -199,7 +198,7 @@ def test_half_precision_ends_with_the_backbone(images, amp, inside):
     model = create_model("test_resnet", head="gap", num_classes=CLASSES).eval()
     seen = []
     model.backbone.layer4.register_forward_hook(lambda module, x, y: seen.append(y.dtype))
-    model.head = Probe()
+    model.head = Probe(model.num_features)
     scores = MixedPrecision(model, amp)(images[0])
     assert seen == [inside]
     assert model.head.seen == (torch.float32, False)

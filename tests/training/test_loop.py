@@ -1,4 +1,4 @@
-"""The loop: against an independent one written out step by step, and where it must stop or choose."""
+"""The training loop: against an independent one, step by step, and where it must stop or select."""
 
 import csv
 import json
@@ -14,16 +14,16 @@ import torch
 from PIL import Image
 
 from eigengrain.data import ImageSet, build_transform, make_loader
+from eigengrain.errors import ArgumentError, Diverged, FileError, MissingPackageError, UnknownName, UnreadableImages
 from eigengrain.models import create_model, from_pretrained
-from eigengrain.training import loop, train
+from eigengrain.training import loop, open_run, telemetry, train
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Data, Model, Optimiser, Schedule
 from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import evaluate
-from eigengrain.training.loop import DivergedError
-from eigengrain.training.schedule import build_optimiser, build_schedule, rates
-from eigengrain.training.sources import Sources, check_readable, describe_input
-from eigengrain.training.telemetry import spectrum_row
+from eigengrain.training.schedule import build_optimiser, build_schedule, learning_rates
+from eigengrain.training.setup import Sources, check_readable
+from eigengrain.training.telemetry import Meter, spectrum_row
 from training.small_run import SIZE, colours, small, without_batch_statistics
 
 
@@ -33,12 +33,12 @@ def rows(out):
 
 
 def plain(out, **changes):
-    """Without dropout, so that a loop that draws nothing gives the same numbers."""
+    """Without dropout, so that a loop without random numbers gives the same losses."""
     config = small(out, **changes)
     return replace(config, model=replace(config.model, drop_rate=0.0))
 
 
-def test_against_a_loop_that_is_written_out(tmp_path):
+def test_against_an_independent_loop(tmp_path):
     schedule = Schedule("drops", drops=[1], factor=0.5, warmup_epochs=0.4, warmup_lr=0.001)
     config = plain(tmp_path, schedule=schedule, clip_grad=2.0, label_smoothing=0.1)
     losses = []
@@ -81,23 +81,21 @@ def test_against_a_loop_that_is_written_out(tmp_path):
     assert [float(second[f"lr_{part}"]) for part in ("backbone", "head", "classifier")] == pytest.approx([0.01, 0.01, 0.05])
 
 
-def test_the_model_that_is_kept_has_the_accuracy_that_is_reported(tmp_path):
+def test_the_saved_model_has_the_reported_accuracy(tmp_path):
     result = train(small(tmp_path), colours())
-    model = from_pretrained(tmp_path / "model")
-    assert model.class_names == ["red", "green", "blue"]
-    assert model.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
+    run = open_run(tmp_path)
+    assert run.classes == ["red", "green", "blue"]
+    assert run.model.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
     images = colours().test
-    images.transform = build_transform(
-        small(tmp_path).data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-    )
-    [score] = evaluate(model, make_loader(images, 3, train=False))
+    images.transform = run.transform
+    [score] = evaluate(run.model, make_loader(images, 3, train=False))
     assert score.samples == 10
     assert score.top1 == result.scores["test_top1"] == float(rows(tmp_path)[-1]["test_top1"])
     assert score.loss == pytest.approx(result.scores["test_loss"], rel=1e-5)
 
 
 def test_accumulated_batches_are_one_large_batch(tmp_path):
-    """Ten batches of 2 in groups of 3, the last group being one batch, against updates that are made by hand."""
+    """Ten batches of 2 in groups of 3, the last group with one batch, against updates with the joined batches."""
     seen = []
     config = without_batch_statistics(tmp_path / "a", batch_size=2, accumulate=3, epochs=1, save_every=3)
     train(config, colours(train=20), lambda e, b, loss: seen.append(b))
@@ -122,7 +120,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
         torch.testing.assert_close(kept[name], tensor, atol=2e-5, rtol=1e-4)
 
 
-def test_averaged_weights_are_what_is_evaluated_and_kept(tmp_path):
+def test_averaged_weights_are_evaluated_and_saved(tmp_path):
     states = []
 
     class Spy(loop.build.__globals__["ModelEmaV3"]):
@@ -136,18 +134,18 @@ def test_averaged_weights_are_what_is_evaluated_and_kept(tmp_path):
     average = None
     for decay, weight in states:
         average = weight if average is None else decay * average + (1 - decay) * weight
-    assert states[0][0] == 0  # the first weights are forgotten
+    assert states[0][0] == 0  # the initialisation is dropped
     kept = from_pretrained(tmp_path / "model").classifier.weight
     torch.testing.assert_close(kept.detach(), average)
     assert not torch.equal(kept, states[-1][1])
     assert json.loads((tmp_path / "results.json").read_text())["weights"] == "averaged"
 
 
-def test_the_spectrum_of_the_last_batch_is_written_down(tmp_path, monkeypatch):
+def test_the_spectrum_of_the_last_batch_is_in_the_summary(tmp_path, monkeypatch):
     recorded = []
     monkeypatch.setattr(loop, "spectrum_row", lambda *s: recorded.append(s) or spectrum_row(*s))
     train(small(tmp_path), colours())
-    assert len(recorded) == 2  # once an epoch
+    assert len(recorded) == 2  # once per epoch
     for (eigenvalues, s), row in zip(recorded, rows(tmp_path), strict=True):
         values = eigenvalues.double().numpy()
         middle = lambda x: np.sort(x)[(len(x) - 1) // 2]  # noqa: E731  (torch's median is the lower one)
@@ -173,7 +171,7 @@ def test_the_last_50_of_256_eigenvalues_and_a_dead_spectrum():
 
 
 @pytest.mark.parametrize("dry_run", [False, True])
-def test_the_callers_random_numbers_go_on_as_if_nothing_had_been_trained(tmp_path, dry_run):
+def test_the_random_numbers_of_the_caller_do_not_change(tmp_path, dry_run):
     def draw():
         return torch.rand(1).item(), random.random(), np.random.random()
 
@@ -195,7 +193,7 @@ def test_a_head_without_spectrum_leaves_the_columns_empty(tmp_path):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(tmp_path, monkeypatch, bad):
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, monkeypatch, bad):
     calls = []
 
     def poisoned(scores, labels, **options):
@@ -203,17 +201,20 @@ def test_a_loss_that_is_no_number_stops_and_keeps_the_checkpoint(tmp_path, monke
         return torch.nn.functional.cross_entropy(scores, labels, **options) * (bad if len(calls) == 8 else 1)
 
     monkeypatch.setattr(loop, "cross_entropy", poisoned)
-    said = rf"the loss is {bad} in epoch 2 at batch 3 of 5: lower .*last good .*last\.pt"
-    with pytest.raises(DivergedError, match=said) as e:
+    with pytest.raises(Diverged) as error:
         train(small(tmp_path, save_every=1), colours())
-    assert "\n" not in str(e.value)
+    diverged = error.value
+    assert (diverged.epoch, diverged.batch, diverged.batches) == (2, 3, 5)
+    assert diverged.loss == pytest.approx(bad, nan_ok=True)
+    assert diverged.checkpoint == tmp_path / "last.pt"
+    assert str(diverged).startswith(f"the loss is {bad} in epoch 2 at batch 3 of 5: start again")
     state = read_checkpoint(tmp_path / "last.pt")
     assert (state["progress"]["epoch"], state["progress"]["batch"]) == (1, 2)
     assert all(t.isfinite().all() for t in state["model"].values())
 
 
-def test_features_that_died_stop_the_training(tmp_path, monkeypatch):
-    """Behind covariances of zero nothing learns any more, and the loss alone, a finite number, would not tell."""
+def test_features_without_variance_stop_the_training(tmp_path, monkeypatch):
+    """Covariances of zero have no gradient, although the loss is finite."""
     runs = []
     build = loop.build
     monkeypatch.setattr(loop, "build", lambda *a: runs.append(build(*a)) or runs[-1])
@@ -222,14 +223,14 @@ def test_features_that_died_stop_the_training(tmp_path, monkeypatch):
         if (epoch, batch) == (1, 2):
             runs[0].model.head.register_forward_pre_hook(lambda head, given: tuple(0 * features for features in given))
 
-    said = r"all covariances are zero in epoch 2 at batch 5 of 5: lower .*last good .*last\.pt"
-    with pytest.raises(DivergedError, match=said):
+    with pytest.raises(Diverged) as error:
         train(small(tmp_path, epochs=3), colours(), kill)
+    assert (error.value.epoch, error.value.batch, error.value.loss) == (2, 5, None)
     assert read_checkpoint(tmp_path / "last.pt")["progress"]["epoch"] == 1
 
 
 def falling(monkeypatch, accuracies):
-    """Evaluations that give these accuracies in turn, (validation, test)."""
+    """Let the evaluations return these accuracies in turn, (validation, test)."""
     answers = iter([value for pair in accuracies for value in pair if value is not None])
 
     def fake(*arguments, **options):
@@ -244,7 +245,7 @@ def falling(monkeypatch, accuracies):
     [
         ("last", [(None, 9.0), (None, 5.0), (None, 6.0)], 3, 6.0),
         ("best-test", [(None, 5.0), (None, 9.0), (None, 6.0)], 2, 9.0),
-        ("best-val", [(7.0, 1.0), (6.0, 2.0), (5.0, 3.0)], 1, 1.0),  # the test images have no say
+        ("best-val", [(7.0, 1.0), (6.0, 2.0), (5.0, 3.0)], 1, 1.0),  # the test images do not count
         ("best-test", [(7.0, 1.0), (6.0, 2.0), (5.0, 0.0)], 2, 2.0),  # nor the validation images
     ],
 )
@@ -253,9 +254,9 @@ def test_which_epoch_is_kept(tmp_path, monkeypatch, select, accuracies, epoch, t
     val = 0 if accuracies[0][0] is None else 4
     weights = []
     data = replace(small(tmp_path).data, val_fraction=0.1 if val else 0.0)
-    original = loop.keep_copy
-    monkeypatch.setattr(loop, "keep_copy", lambda a, b: weights.append(read_checkpoint(a)) or original(a, b))
-    result = train(small(tmp_path, select=select, data=data, epochs=3), colours(val=val))
+    original = loop.copy_atomically
+    monkeypatch.setattr(loop, "copy_atomically", lambda a, b: weights.append(read_checkpoint(a)) or original(a, b))
+    result = train(small(tmp_path, select=select, data=data, epochs=3), colours(train=8, val=val))
     assert (result.select, result.epoch, result.scores["test_top1"], result.epochs_trained) == (select, epoch, top1, 3)
     record = json.loads((tmp_path / "results.json").read_text())
     assert (record["select"], record["epoch"], record["test_time_augmentation"]) == (select, epoch, "none")
@@ -265,16 +266,16 @@ def test_which_epoch_is_kept(tmp_path, monkeypatch, select, accuracies, epoch, t
     assert all(torch.equal(kept[name], tensor) for name, tensor in state["model"].items())
 
 
-def test_early_stop_after_two_epochs_without_progress_and_not_undone_by_resume(tmp_path, monkeypatch):
+def test_early_stop_after_two_epochs_without_improvement_also_after_resume(tmp_path, monkeypatch):
     falling(monkeypatch, [(None, a) for a in (3.0, 4.0, 4.0, 1.0, 9.0)])
     config = small(tmp_path, epochs=9, early_stop=2, select="best-test")
-    assert train(config, colours()).epochs_trained == 4
-    assert train(replace(config, resume=True), colours()).epochs_trained == 4
+    assert train(config, colours(train=4)).epochs_trained == 4
+    assert train(replace(config, resume=True), colours(train=4)).epochs_trained == 4
 
 
 @pytest.mark.parametrize(("accuracies", "epochs", "best"), [((3.0, 2.0), 6, 3), ((3.0, 4.0, 4.0), 9, 6)])
 def test_early_stop_waits_for_an_evaluation(tmp_path, monkeypatch, accuracies, epochs, best):
-    """Epochs that nobody looked at are not epochs without progress."""
+    """Epochs without an evaluation are not epochs without improvement."""
     falling(monkeypatch, [(None, a) for a in accuracies])
     config = small(tmp_path, epochs=20, early_stop=2, eval_every=3, select="best-test")
     result = train(config, colours(train=4))
@@ -283,7 +284,7 @@ def test_early_stop_waits_for_an_evaluation(tmp_path, monkeypatch, accuracies, e
 
 
 def test_evaluation_every_other_epoch_and_the_last(tmp_path):
-    train(small(tmp_path, epochs=3, eval_every=2), colours())
+    train(small(tmp_path, epochs=3, eval_every=2), colours(train=4))
     assert [bool(row["test_top1"]) for row in rows(tmp_path)] == [False, True, True]
 
 
@@ -293,21 +294,25 @@ def test_evaluation_every_other_epoch_and_the_last(tmp_path):
 def test_optimisers_of_timm(opt, options):
     model = create_model("test_resnet", head="mpncov", num_classes=3, reduce=3)
     optimiser = build_optimiser(model, Optimiser(opt, lr=0.1, head_lr_scale=2, classifier_lr_scale=3, options=options))
-    assert rates(optimiser) == pytest.approx({"lr_backbone": 0.1, "lr_head": 0.2, "lr_classifier": 0.3})
+    assert learning_rates(optimiser) == pytest.approx({"lr_backbone": 0.1, "lr_head": 0.2, "lr_classifier": 0.3})
     nesterov = optimiser.param_groups[0].get("nesterov")
     assert nesterov == {"nesterov": True, "sgd": False}.get(opt, nesterov)
     if options:
         assert list(optimiser.param_groups[0]["betas"]) == [0.8, 0.9]
 
 
-def test_an_optimiser_that_is_misspelt_or_an_option_it_has_not():
+def test_unknown_optimisers_and_options_are_refused():
     model = create_model("test_resnet", head="gap", num_classes=3)
-    with pytest.raises(ValueError, match=r"unknown --optimiser\.opt 'adamv': did you mean 'adam"):
+    with pytest.raises(UnknownName) as unknown:
         build_optimiser(model, Optimiser("adamv"))
-    with pytest.raises(ValueError, match=r"optimiser 'sgd' cannot be made: .*bets"):
-        build_optimiser(model, Optimiser("sgd", options={"bets": 1}))
-    with pytest.raises(ValueError, match="optimiser 'adahessian' takes second derivatives"):
-        build_optimiser(model, Optimiser("adahessian"))
+    assert {"adam", "adamw"} & set(unknown.value.suggestions)
+    for config, argument in (
+        (Optimiser("sgd", options={"bets": 1}), "optimiser.options"),
+        (Optimiser("adahessian"), "optimiser.opt"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            build_optimiser(model, config)
+        assert error.value.argument == argument
 
 
 @pytest.mark.parametrize("kind", ["cosine", "tanh", "step", "poly", "drops", "constant"])
@@ -321,7 +326,7 @@ def test_schedules_by_update(kind):
     for update in range(1, 17):
         values.append(optimiser.param_groups[0]["lr"])
         schedule.step_update(update)
-    assert values[:2] == pytest.approx([0.0, 0.5], abs=1e-5)  # tanh climbs to where its curve is then, a little below 1
+    assert values[:2] == pytest.approx([0.0, 0.5], abs=1e-5)  # tanh rises to the value of its curve, slightly below 1
     later = np.array(values[2:])
     t = np.arange(2, 16)
     expected = {
@@ -334,29 +339,30 @@ def test_schedules_by_update(kind):
     if expected is not None:
         np.testing.assert_allclose(later, expected, atol=1e-12)
     assert (np.diff(later) <= 1e-12).all()
-    with pytest.raises(ValueError, match="warmup_epochs must be at most --epochs 4"):
+    with pytest.raises(ArgumentError) as error:
         build_schedule(optimiser, replace(config, warmup_epochs=5), 4, 4)
+    assert (error.value.argument, error.value.value) == ("schedule.warmup_epochs", 5)
 
 
-def test_plateau_drops_when_the_watched_accuracy_stands_still(tmp_path, monkeypatch):
+def test_plateau_drops_when_the_accuracy_does_not_improve(tmp_path, monkeypatch):
     falling(monkeypatch, [(None, 5.0)] * 6)
     schedule = Schedule("plateau", factor=0.1, patience=1)
-    train(small(tmp_path, epochs=6, schedule=schedule, select="best-test"), colours())
+    train(small(tmp_path, epochs=6, schedule=schedule, select="best-test"), colours(train=4))
     values = [float(row["lr_backbone"]) for row in rows(tmp_path)]
     assert values[0] == pytest.approx(0.02)
     assert values[-1] < values[0] / 9
 
 
-def test_plateau_counts_evaluations_alone(tmp_path, monkeypatch):
+def test_plateau_counts_evaluations_only(tmp_path, monkeypatch):
     falling(monkeypatch, [(None, 5.0)] * 4)
     schedule = Schedule("plateau", factor=0.1, patience=1)
     train(small(tmp_path, epochs=8, eval_every=2, schedule=schedule, select="best-test"), colours(train=4))
-    # the third evaluation, after epoch 6, is the second without progress
+    # the third evaluation, after epoch 6, is the second without improvement
     values = [float(row["lr_backbone"]) for row in rows(tmp_path)]
     assert values == pytest.approx([0.02] * 6 + [0.002] * 2)
 
 
-def test_the_warm_up_of_plateau_climbs_at_every_update():
+def test_the_warm_up_of_plateau_changes_at_every_update():
     optimiser = torch.optim.SGD([{"params": [torch.nn.Parameter(torch.zeros(1))], "lr": 1.0, "name": "backbone"}])
     config = Schedule("plateau", factor=0.5, patience=1, warmup_epochs=1.5, warmup_lr=0.1)
     schedule = build_schedule(optimiser, config, epochs=6, updates_per_epoch=4)
@@ -366,7 +372,7 @@ def test_the_warm_up_of_plateau_climbs_at_every_update():
         schedule.step_update(update)
         if update % 4 == 0:
             schedule.step(update // 4, 7.0)
-    # six updates of warm-up; accuracies count from epoch 2 on, where the first is the best, and 3 and 4 bring no progress
+    # six updates of warm-up; accuracies count from epoch 2 on: the first is the best, and 3 and 4 do not improve
     assert values == pytest.approx([0.1 + 0.9 * t / 6 for t in range(6)] + [1.0] * 10 + [0.5] * 8)
 
 
@@ -384,9 +390,9 @@ def test_the_cache_trains_as_the_files_do(tmp_path):
         torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=1e-4)
 
 
-def test_tensorboard_that_is_not_installed_is_said_before_anything_else(tmp_path, monkeypatch):
+def test_missing_tensorboard_is_reported_before_training(tmp_path, monkeypatch):
     monkeypatch.setattr("eigengrain.training.setup.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=r"needs TensorBoard: pip install 'eigengrain\[log\]'"):
+    with pytest.raises(MissingPackageError):
         train(small(tmp_path, log="tensorboard", dry_run=True), colours())
 
 
@@ -400,7 +406,7 @@ def test_tensorboard_files(tmp_path):
     assert [event.step for event in events.Scalars("test_top1")] == [1, 2]
 
 
-def test_a_training_that_fails_ends_the_thread_of_its_writer(tmp_path):
+def test_a_training_that_fails_closes_tensorboard(tmp_path):
     pytest.importorskip("tensorboard")
     before = threading.active_count()
 
@@ -412,13 +418,13 @@ def test_a_training_that_fails_ends_the_thread_of_its_writer(tmp_path):
     assert threading.active_count() == before
 
 
-def test_one_data_set_may_be_trained_and_tested_on(tmp_path):
+def test_one_data_set_can_be_used_for_training_and_testing(tmp_path):
     losses = {"one": [], "two": []}
     images, others = colours().train, colours().train
-    train(small(tmp_path / "one"), Sources(images, images), lambda e, b, loss: losses["one"].append(loss))
-    train(small(tmp_path / "two"), Sources(images, others), lambda e, b, loss: losses["two"].append(loss))
+    for name, test in (("one", images), ("two", others)):
+        train(small(tmp_path / name, epochs=1), Sources(images, test), lambda e, b, loss: losses[name].append(loss))  # noqa: B023
     assert losses["one"] == losses["two"]
-    assert images.transform is None  # a data set of the caller is left as it was
+    assert images.transform is None  # the data set of the caller is unchanged
 
 
 def test_broken_images_are_listed_before_training(tmp_path):
@@ -431,17 +437,18 @@ def test_broken_images_are_listed_before_training(tmp_path):
         files[number].write_bytes(files[number].read_bytes()[:60])
     images = ImageSet("files", "train", ["a", "b"], [0, 1] * 3, files)
     steps = []
-    with pytest.raises(ValueError, match=r"2 images cannot be read, such as .*1\.png .*unreadable\.txt") as error:
+    with pytest.raises(UnreadableImages) as error:
         train(small(tmp_path / "run", batch_size=2), Sources(images, colours().test), lambda *s: steps.append(s))
     assert steps == []
-    assert "\n" not in str(error.value)
-    listed = (tmp_path / "run/unreadable.txt").read_text().splitlines()
+    assert [path for path, _ in error.value.problems] == [str(files[1]), str(files[4])]
+    assert error.value.listing == tmp_path / "run/unreadable.txt"
+    listed = error.value.listing.read_text().splitlines()
     assert [line.split("\t")[0] for line in listed] == [str(files[1]), str(files[4])]
 
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_processes_share_the_check_of_the_images(tmp_path, processes):
-    files = [tmp_path / f"{number}.png" for number in range(5)]  # none of them is there
+    files = [tmp_path / f"{number}.png" for number in range(5)]  # none of them exists
     sources = Sources(ImageSet("files", "train", ["a"], [0] * 5, files), colours().test)
 
     class Silent(Process):
@@ -451,126 +458,85 @@ def test_processes_share_the_check_of_the_images(tmp_path, processes):
     counts = []
     for rank in range(processes):
         out = tmp_path / f"run{rank}"
-        with pytest.raises(ValueError, match=r"\d images cannot be read") as error:
+        with pytest.raises(UnreadableImages) as error:
             check_readable(sources, out, 0, Silent(torch.device("cpu"), rank, processes))
-        counts.append(int(str(error.value)[0]))
+        counts.append(len(error.value.problems))
         assert (out / "unreadable.txt").exists() == (rank == 0)  # one process writes
     assert sum(counts) == 5
     assert max(counts) - min(counts) <= 1
 
 
-def test_a_broken_image_whose_name_is_no_text(tmp_path):
+def test_a_broken_image_with_a_name_that_is_not_text(tmp_path):
     file = bytes(tmp_path) + b"/latin \xe9\n.png"
     with open(file, "wb"):
         pass
     sources = Sources(ImageSet("files", "train", ["a"], [0], [os.fsdecode(file)]), colours().test)
-    with pytest.raises(ValueError, match="1 images cannot be read"):
+    with pytest.raises(UnreadableImages):
         train(small(tmp_path / "run", batch_size=2), sources)
     assert (tmp_path / "run/unreadable.txt").read_text() == f"{tmp_path}/latin \\udce9\\n.png\tthe file is empty\n"
     (tmp_path / "taken").touch()
-    with pytest.raises(ValueError, match=r"cannot make the folder .*taken .*choose another with --out"):
+    with pytest.raises(FileError):
         train(small(tmp_path / "taken"), sources)
 
 
-@pytest.mark.parametrize("side", [32, 37, 448])
-@pytest.mark.parametrize(
-    "transforms",
-    [
-        {"kind": "paper"},
-        {"kind": "paper", "resize": 500},
-        {"kind": "scripts"},
-        {"kind": "scripts", "keep_aspect": False},
-        {"kind": "imagenet"},
-        {"kind": "timm", "crop_pct": 0.9},
-    ],
-    ids=lambda t: "-".join(map(str, t.values())),
-)
-def test_a_model_says_how_its_test_images_were_prepared(transforms, side):
-    from timm.data import create_transform, resolve_data_config
-
-    from eigengrain.data.transforms_config import Transforms
-
-    config = Transforms(img_size=side, **transforms)
-    model = create_model("test_resnet", head="gap", num_classes=2)
-    describe_input(model, config, colours().train)
-    pixels = np.random.default_rng(0).integers(0, 256, (50, 71, 3), dtype=np.uint8)
-    ours = build_transform(config, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))
-    torch.testing.assert_close(ours(Image.fromarray(pixels)), theirs(Image.fromarray(pixels)))
-
-
-def test_a_model_of_images_as_they_are_says_their_size():
-    from timm.data import create_transform, resolve_data_config
-
-    from eigengrain.data.transforms_config import Transforms
-
-    class Wide(ImageSet):
-        def image(self, index):
-            return Image.fromarray(np.random.default_rng(index).integers(0, 256, (30, 40, 3), dtype=np.uint8))
-
-    images = Wide("wide", "train", ["a"], [0])
-    model = create_model("test_resnet", head="gap", num_classes=2)
-    describe_input(model, Transforms("none"), images)
-    assert model.pretrained_cfg["input_size"] == (3, 30, 40)
-    ours = build_transform(Transforms("none"), False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-    theirs = create_transform(**resolve_data_config({}, pretrained_cfg=model.pretrained_cfg))
-    torch.testing.assert_close(ours(images.image(0)), theirs(images.image(0)))
-
-
 @pytest.mark.parametrize("head", ["gap", "mpncov"])
-def test_weights_that_the_last_step_has_spoilt_are_no_result(tmp_path, head):
-    """The losses were all numbers, and what is evaluated and would be kept is none."""
+def test_weights_that_are_not_finite_after_the_last_step_are_not_saved(tmp_path, head):
+    """All losses are finite, and only the evaluation fails."""
     model = Model("test_resnet", head=head, reduce=None if head == "gap" else 3, last_stride=1)
-    with pytest.raises(DivergedError, match=r"scores are NaN or infinite in epoch 1 at batch 1 of 1: lower --opt"):
+    with pytest.raises(Diverged) as error:
         train(small(tmp_path, epochs=1, optimiser=Optimiser(lr=1e30), model=model), colours(train=4))
+    assert (error.value.epoch, error.value.batch, error.value.checkpoint) == (1, 1, None)
     assert not (tmp_path / "model").exists()
 
 
-def test_losses_and_repairs_are_of_all_processes(tmp_path, monkeypatch):
+def test_losses_and_repairs_are_summed_over_processes(monkeypatch):
     class OfTwo(Process):
         def sum(self, values):
-            return values + torch.tensor([1.0, 3.0, 5.0])  # what the other one has seen
+            return values + torch.tensor([1.0, 3.0, 5.0])  # values of the other process
 
-    monkeypatch.setattr(loop, "solver_repairs", lambda reset: {"jitter": 1, "zeroed": 2})
-    losses, progress = [torch.tensor(2.0), torch.tensor(4.0)], loop.Progress()
-    loop._look(losses, [torch.tensor(1.0)], 1, 9, progress, OfTwo(torch.device("cpu"), world_size=2), tmp_path)
-    assert (progress.meter.loss, progress.meter.batches, progress.meter.repaired) == (1.5 + 3.5, 2, 8)
+    monkeypatch.setattr(telemetry, "solver_repairs", lambda reset: {"jitter": 1, "zeroed": 2})
+    meter, process = Meter(), OfTwo(torch.device("cpu"), world_size=2)
+    norms = [torch.tensor(1.0), torch.tensor(math.inf)]  # an update that the scaler of fp16 skipped
+    assert meter.add([torch.tensor(2.0), torch.tensor(4.0)], norms, process) == [1.5, 3.5]
+    assert (meter.loss, meter.batches, meter.gradient_norm, meter.updates, meter.repaired) == (1.5 + 3.5, 2, 1.0, 1, 8)
 
 
-def test_solves_that_an_evaluation_repairs_are_not_counted_as_of_training(tmp_path, monkeypatch):
+def test_repairs_of_an_evaluation_are_not_counted(tmp_path, monkeypatch):
     repairs = {"eigh": 0}
 
     def counted(reset=False):
-        found = dict(repairs)
+        before = dict(repairs)
         repairs["eigh"] *= not reset
-        return found
+        return before
 
     def evaluated(*arguments, **options):
         repairs["eigh"] += 100
         return evaluate(*arguments, **options)
 
     monkeypatch.setattr(loop, "solver_repairs", counted)
+    monkeypatch.setattr(telemetry, "solver_repairs", counted)
     monkeypatch.setattr(loop, "evaluate", evaluated)
 
     def step(*_):
         repairs["eigh"] += 1
 
-    repairs["eigh"] = 1000  # of something else in this process
+    repairs["eigh"] = 1000  # from earlier work of this process
     train(small(tmp_path, epochs=2), colours(), step)
     assert [row["repaired_solves"] for row in rows(tmp_path)] == ["5", "5"]
 
 
 def test_names_are_refused_before_anything_is_written(tmp_path):
     out = tmp_path / "run"
-    for config, said in (
-        (small(out, model=Model("test_resnett")), "test_resnet"),
-        (small(out, model=Model("test_resnet", head="mpncv")), "mpncov"),
-        (small(out, optimiser=Optimiser("sdg")), "sgd"),
-        (small(out, device="cuda:7"), "cuda:7"),
-        (small(out, data=replace(small(out).data, val_fraction=0.5)), "validation"),
+    for config in (
+        small(out, model=Model("test_resnett")),
+        small(out, model=Model("test_resnet", head="mpncv")),
+        small(out, optimiser=Optimiser("sdg")),
+        small(out, device="cuda:7"),
+        small(out, data=replace(small(out).data, val_fraction=0.5)),
     ):
-        with pytest.raises(ValueError, match=said):
+        with pytest.raises(ValueError):
             train(config, colours())
-    with pytest.raises(ValueError, match="unknown data set 'clours'"):
+    with pytest.raises(UnknownName) as error:
         train(small(out, data=Data("clours")))
+    assert error.value.name == "clours"
     assert not out.exists()

@@ -11,14 +11,18 @@ if TYPE_CHECKING:
     from eigengrain.training.config import Train as Train
     from eigengrain.training.evaluation import evaluate as evaluate
     from eigengrain.training.loop import train as train
+    from eigengrain.training.run_folder import TrainedModel as TrainedModel
+    from eigengrain.training.run_folder import open_run as open_run
+    from eigengrain.training.run_folder import open_weights as open_weights
 
 _EXPORTS = {
     "Train": "eigengrain.training.config",
     "evaluate": "eigengrain.training.evaluation",
     "train": "eigengrain.training.loop",
+    **dict.fromkeys(("TrainedModel", "open_run", "open_weights"), "eigengrain.training.run_folder"),
 }
 
-__all__ = ["Train", "evaluate", "train"]
+__all__ = [*_EXPORTS]
 
 
 if not TYPE_CHECKING:  # type checkers read the names above, and should refuse all others

@@ -1,24 +1,19 @@
-"""The options of training. No torch here: the command line, its help and the recipes are made from these dataclasses."""
+"""Options of a training as dataclasses. No torch here: the command line, its help and the recipes use them."""
 
-import math
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from eigengrain.data.datasets.catalogue import check_names
-from eigengrain.data.transforms_config import Transforms
-from eigengrain.errors import UnknownName
-from eigengrain.options import build
+from eigengrain.data.datasets.registry import check_names, list_datasets
+from eigengrain.data.preprocessing import Transforms
+from eigengrain.errors import ArgumentError
+from eigengrain.names import AMP, BACKBONES, CACHES, DEVICES, HEADS, LOGS, SCHEDULES, SELECTIONS, STRIDES
+from eigengrain.options import build, check, setting
+from eigengrain.recipes import list_recipes, recipe_path
+from eigengrain.yaml_files import read_mapping
 
-AMP = ("none", "bf16", "fp16")
-CACHES = ("none", "device")
-LOGS = ("none", "tensorboard")
-SELECTIONS = ("last", "best-val", "best-test")
-#: ``drops`` divides the rate at given epochs; the others are timm's, by its names
-SCHEDULES = ("drops", "constant", "cosine", "tanh", "step", "poly", "plateau")
-STRIDES = ("3x3", "1x1")
-
-#: options that may change between the parts of an interrupted run: none of them changes what is learned
+#: options that may change when a run is resumed: none of them changes the weights
 FREE_TO_CHANGE = (
     *("recipe", "data.root", "out", "resume", "dry_run"),
     *("device", "workers", "log", "save_every", "check_images", "cuda_graphs"),
@@ -27,128 +22,119 @@ FREE_TO_CHANGE = (
 
 @dataclass(frozen=True)
 class Data:
-    """Which images.
+    """The images.
 
     Args:
-        name: of the data set; 'eigengrain datasets' lists them.
-        root: its folder; none for images that are drawn.
-        val_fraction: share of the training images, the same of every class, that is kept for validation.
-        transforms: from a file to what the network sees.
+        name: name of the data set; 'eigengrain datasets' lists them.
+        root: folder of the data set; not needed for synthetic images.
+        val_fraction: fraction of the training images of each class that is held out for validation.
+        transforms: preprocessing and augmentation.
         options: more keyword arguments of the data set.
     """
 
-    name: str = "cub"
+    name: str = setting("cub", offers=list_datasets)
     root: str | None = None
-    val_fraction: float = 0.0
+    val_fraction: float = setting(0.0, least=0, below=1)
     transforms: Transforms = field(default_factory=Transforms)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if not 0 <= self.val_fraction < 1:
-            raise ValueError(f"--data.val_fraction must be at least 0 and below 1, got {self.val_fraction}")
+        check(self, "data.")
         check_names(self.options)
 
 
 @dataclass(frozen=True)
 class Model:
-    """Which network; see eigengrain.create_model.
+    """The network, see eigengrain.create_model.
 
     Args:
-        backbone: of timm, or of torchvision with 'tv:' in front; 'eigengrain models' lists them.
-        head: 'eigengrain heads' lists them.
+        backbone: name of a timm model, or of a torchvision model with the prefix 'tv:'; 'eigengrain models' lists them.
+        head: name of the head; 'eigengrain heads' lists them.
         head_options: keyword arguments of the head, such as '{solver: eigh}'.
-        reduce: channels before the covariance: a number, 'auto' (256 for wide maps) or null for no reduction.
-        last_stride: 1 takes the last halving of the feature map out; null leaves the backbone as it is.
-        stride_on: 1x1 for ResNet weights that stride on the first convolution of a stage, else 3x3.
-        img_size: for backbones that are built for one size (ViT, Swin); others take the size of the transforms.
-        weights: file with weights for the backbone or for the whole model.
-        pretrained: weights from the backbone's library.
-        drop_rate: dropout in front of the classifier.
+        reduce: number of channels before the covariance, 'auto' (256 for wide maps) or null for no reduction.
+        last_stride: 1 removes the last downsampling of the feature map; null leaves the backbone unchanged.
+        stride_on: 1x1 for ResNet weights with the stride on the first convolution of a stage, else 3x3.
+        img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
+        weights: file with weights of the backbone or of the whole model.
+        pretrained: load the pretrained weights of timm or torchvision.
+        drop_rate: dropout before the classifier.
         backbone_options: keyword arguments of the backbone.
     """
 
-    backbone: str = "resnet50"
-    head: str = "mpncov+seb"
+    backbone: str = setting("resnet50", offers=BACKBONES)
+    head: str = setting("mpncov+seb", offers=HEADS)
     head_options: dict[str, Any] = field(default_factory=dict)
     reduce: int | Literal["auto"] | None = "auto"
     last_stride: int | None = None
-    stride_on: str = "3x3"
+    stride_on: str = setting("3x3", choices=STRIDES)
     img_size: int | None = None
     weights: str | None = None
     pretrained: bool = False
-    drop_rate: float = 0.0
+    drop_rate: float = setting(0.0, least=0, below=1)
     backbone_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _choice("model.stride_on", self.stride_on, STRIDES)
-        if not 0 <= self.drop_rate < 1:
-            raise ValueError(f"--model.drop_rate must be at least 0 and below 1, got {self.drop_rate}")
+        check(self, "model.")
 
 
 @dataclass(frozen=True)
 class Optimiser:
-    """How the parameters move.
+    """The optimiser.
 
     Args:
-        opt: an optimiser of timm by name: sgd (without Nesterov momentum here), adamw, lamb, lion and many more.
+        opt: name of a timm optimiser, such as sgd (here without Nesterov momentum), adamw, lamb or lion.
         lr: learning rate of the backbone.
-        momentum: of optimisers that have one.
-        weight_decay: of all parameters, as in the paper, unless decay_norms_and_biases is false.
-        decay_norms_and_biases: whether vectors and scalars decay too.
-        head_lr_scale: the head's learning rate is this many times lr.
-        classifier_lr_scale: the classifier's learning rate is this many times lr.
+        momentum: momentum, for optimisers that have one.
+        weight_decay: weight decay of all parameters, as in the paper.
+        decay_norms_and_biases: apply the weight decay to vectors and scalars too.
+        head_lr_scale: learning rate of the head as a multiple of lr.
+        classifier_lr_scale: learning rate of the classifier as a multiple of lr.
         options: more keyword arguments of the optimiser, such as '{betas: [0.9, 0.95]}'.
     """
 
     opt: str = "sgd"
-    lr: float = 3e-3
-    momentum: float = 0.9
-    weight_decay: float = 1e-4
+    lr: float = setting(3e-3, above=0)
+    momentum: float = setting(0.9, least=0)
+    weight_decay: float = setting(1e-4, least=0)
     decay_norms_and_biases: bool = True
-    head_lr_scale: float = 1.0
-    classifier_lr_scale: float = 1.0
+    head_lr_scale: float = setting(1.0, above=0)
+    classifier_lr_scale: float = setting(1.0, above=0)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("lr", "head_lr_scale", "classifier_lr_scale"):
-            _number(f"optimiser.{name}", getattr(self, name), above=0)
-        for name in ("momentum", "weight_decay"):
-            _number(f"optimiser.{name}", getattr(self, name), least=0)
+        check(self, "optimiser.")
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """How the learning rates change; all parts of the model keep their ratios where warmup_lr and min_lr are 0.
+    """The learning rate schedule. The ratios between the parts of the model are kept if warmup_lr and min_lr are 0.
 
     Args:
         kind: drops, constant, cosine, or timm's tanh, step, poly, plateau.
-        drops: epochs after which the rates are multiplied by the factor, such as [50,100].
-        factor: of a drop (drops, step, plateau); the power of poly.
+        drops: epochs after which the learning rates are multiplied by factor, such as [50,100].
+        factor: factor of a drop (drops, step, plateau); the power of poly.
         every: epochs between the drops of 'step'.
-        patience: evaluations without progress before 'plateau' drops.
-        warmup_epochs: in which the rates climb in a straight line from warmup_lr; they may be fractions of an epoch.
-        warmup_lr: where the climb starts, in all parts alike.
-        min_lr: where cosine, tanh, poly and plateau end, in all parts alike.
+        patience: evaluations without improvement before 'plateau' drops.
+        warmup_epochs: epochs, or fractions of an epoch, of linear warm-up from warmup_lr.
+        warmup_lr: learning rate at the start of the warm-up, for all parts of the model.
+        min_lr: final learning rate of cosine, tanh, poly and plateau, for all parts of the model.
     """
 
-    kind: str = "drops"
+    kind: str = setting("drops", choices=SCHEDULES)
     drops: list[int] = field(default_factory=list)
-    factor: float = 0.1
-    every: int = 30
-    patience: int = 10
-    warmup_epochs: float = 0.0
-    warmup_lr: float = 0.0
-    min_lr: float = 0.0
+    factor: float = setting(0.1, above=0)
+    every: int = setting(30, least=1)
+    patience: int = setting(10, least=1)
+    warmup_epochs: float = setting(0.0, least=0)
+    warmup_lr: float = setting(0.0, least=0)
+    min_lr: float = setting(0.0, least=0)
 
     def __post_init__(self) -> None:
-        _choice("schedule.kind", self.kind, SCHEDULES)
-        if list(self.drops) != sorted(set(self.drops)) or any(drop < 1 for drop in self.drops):
-            raise ValueError(f"--schedule.drops must be growing epochs of at least 1, such as [50,100], got {self.drops}")
+        check(self, "schedule.")
+        if list(self.drops) != sorted(set(self.drops)) or min(self.drops, default=1) < 1:
+            raise ArgumentError("schedule.drops", "must be increasing epochs from 1 on, such as [50,100]", self.drops)
         if self.drops and self.kind != "drops":
-            raise ValueError(f"--schedule.drops belongs to --schedule.kind drops, got kind {self.kind}")
-        _number("schedule.factor", self.factor, above=0)
-        for name, least in (("every", 1), ("patience", 1), ("warmup_epochs", 0), ("warmup_lr", 0), ("min_lr", 0)):
-            _number(f"schedule.{name}", getattr(self, name), least=least)
+            raise ArgumentError("schedule.drops", "is only used with {schedule.kind} drops", self.drops)
 
 
 @dataclass(frozen=True)
@@ -156,157 +142,154 @@ class Train:
     """A training run.
 
     Args:
-        recipe: a packaged YAML file to start from, such as birds-resnet50-paper; without a name the option is answered with
-            all of them. All other options override it.
+        recipe: packaged YAML file to start from, such as birds-resnet50-paper; without a name the option lists all of them.
+            All other options override it.
         data: the images.
         model: the network.
-        optimiser: how the parameters move.
-        schedule: how the learning rates change.
-        epochs: passes over the training images.
-        batch_size: images in a batch, over all processes together.
-        accumulate: batches whose gradients are averaged before each step of the optimiser.
-        clip_grad: largest norm of the gradient of all parameters; null for no limit.
-        label_smoothing: share of the target that is spread over all classes.
-        amp: precision of the backbone: none (float32), bf16 or fp16. Head, classifier and loss stay in float32 or above.
-        ema: decay of averaged weights, such as 0.999, which are then the ones that are evaluated and kept; null for none.
-        channels_last: the memory layout that half precision likes.
+        optimiser: the optimiser.
+        schedule: the learning rate schedule.
+        epochs: number of passes over the training images.
+        batch_size: images per batch, over all processes.
+        accumulate: number of batches whose gradients are averaged before each optimiser step.
+        clip_grad: maximum norm of the gradient of all parameters; null for no limit.
+        label_smoothing: fraction of the target that is spread over all classes.
+        amp: precision of the backbone: none (float32), bf16 or fp16. Head, classifier and loss use at least float32.
+        ema: decay of averaged weights, such as 0.999, which are then evaluated and kept; null for no averaging.
+        channels_last: use the channels-last memory layout, which is faster in half precision.
         compile: compile the backbone with torch.compile.
-        cuda_graphs: record the kernels of the backbone at the first batch and launch them together from then on, which
-            small batches gain from; for one process without gradient accumulation. The results are the same to the bit.
+        cuda_graphs: capture the backbone in a CUDA graph at the first batch, which is faster for small batches; for one
+            process without gradient accumulation. The results are identical.
         sync_bn: share batch statistics between processes.
-        cache: device keeps all images, decoded, in the memory of the device; none reads files every epoch.
-        check_images: open all files once before training starts, and list those that cannot be read.
-        early_stop: epochs without progress after which training ends; null for never.
-        select: the weights that are kept as the model: last, best-val or best-test. The results say which.
+        cache: 'device' keeps all decoded images in device memory, 'none' reads the files in every epoch.
+        check_images: open all files before training, and list those that cannot be read.
+        early_stop: epochs without improvement after which training ends; null for never.
+        select: weights that are kept as the model: last, best-val or best-test. The results record the choice.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
-        save_every: batches between checkpoints inside an epoch; 0 for one at the end of each epoch only.
-        seed: of initial weights, order and augmentation.
-        workers: processes that read images, at most one for each core.
-        device: auto (CUDA if there is one, else the CPU), cpu, cuda, cuda:1, mps.
+        save_every: batches between checkpoints within an epoch; 0 saves at the end of each epoch only.
+        seed: seed of initialisation, order and augmentation.
+        workers: processes that read images, at most one per core.
+        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
         out: folder for checkpoints, summary.csv, results.json and the model.
-        resume: go on from the checkpoint in the folder; start anew where there is none.
-        log: tensorboard writes its files beside summary.csv.
+        resume: continue from the checkpoint in the folder, or start if there is none.
+        log: 'tensorboard' also writes TensorBoard files.
         dry_run: build everything, try two images, print the plan and stop.
     """
 
-    recipe: str | None = None
+    recipe: str | None = setting(None, offers=list_recipes)
     data: Data = field(default_factory=Data)
     model: Model = field(default_factory=Model)
     optimiser: Optimiser = field(default_factory=Optimiser)
     schedule: Schedule = field(default_factory=Schedule)
-    epochs: int = 100
-    batch_size: int = 10
-    accumulate: int = 1
-    clip_grad: float | None = None
-    label_smoothing: float = 0.0
-    amp: str = "none"
-    ema: float | None = None
+    epochs: int = setting(100, least=1)
+    batch_size: int = setting(10, least=1)
+    accumulate: int = setting(1, least=1)
+    clip_grad: float | None = setting(None, above=0)
+    label_smoothing: float = setting(0.0, least=0, below=1)
+    amp: str = setting("none", choices=AMP)
+    ema: float | None = setting(None, above=0, below=1)
     channels_last: bool = False
     compile: bool = False
     cuda_graphs: bool = False
     sync_bn: bool = False
-    cache: str = "none"
+    cache: str = setting("none", choices=CACHES)
     check_images: bool = True
-    early_stop: int | None = None
-    select: str = "last"
-    eval_every: int = 1
-    save_every: int = 0
-    seed: int = 0
-    workers: int = 4
-    device: str = "auto"
+    early_stop: int | None = setting(None, least=1)
+    select: str = setting("last", choices=SELECTIONS)
+    eval_every: int = setting(1, least=1)
+    save_every: int = setting(0, least=0)
+    seed: int = setting(0, least=0)
+    workers: int = setting(4, least=0)
+    device: str = setting("auto", offers=DEVICES)
     out: str = "runs/train"
     resume: bool = False
-    log: str = "none"
+    log: str = setting("none", choices=LOGS)
     dry_run: bool = False
 
     def __post_init__(self) -> None:
-        for option, choices in (("amp", AMP), ("cache", CACHES), ("log", LOGS), ("select", SELECTIONS)):
-            _choice(option, getattr(self, option), choices)
-        for option in ("epochs", "batch_size", "accumulate", "eval_every", "early_stop"):
-            if getattr(self, option) is not None:
-                _number(option, getattr(self, option), least=1)
-        for option in ("save_every", "workers", "seed"):
-            _number(option, getattr(self, option), least=0)
+        check(self)
         if self.seed >= 1 << 64:
-            raise ValueError(f"--seed must be below 2**64, got {self.seed}")
-        if self.clip_grad is not None:
-            _number("clip_grad", self.clip_grad, above=0)
-        if self.ema is not None and not 0 < self.ema < 1:
-            raise ValueError(f"--ema must lie between 0 and 1, such as 0.999, got {self.ema}")
-        if not 0 <= self.label_smoothing < 1:
-            raise ValueError(f"--label_smoothing must be at least 0 and below 1, got {self.label_smoothing}")
+            raise ArgumentError("seed", "must be below 2**64", self.seed)
         if self.save_every % self.accumulate:
-            raise ValueError(
-                f"--save_every must be a multiple of --accumulate {self.accumulate}, got {self.save_every}: both count "
-                "batches"
-            )
+            problem = f"must be a multiple of {{accumulate}} ({self.accumulate}), because both count batches"
+            raise ArgumentError("save_every", problem, self.save_every)
         if self.cuda_graphs and self.accumulate > 1:
-            raise ValueError("--cuda_graphs does not go with --accumulate: a graph overwrites the gradients before it")
-        if self.select == "best-val" and not self.data.val_fraction:
-            raise ValueError("--select best-val needs validation images: set --data.val_fraction, such as 0.1")
-        if self.early_stop is not None and self.select == "last" and not self.data.val_fraction:
-            raise ValueError(
-                "--early_stop needs something to watch: set --data.val_fraction, or say --select best-test if the test "
-                "images shall decide"
-            )
-        if self.schedule.kind == "plateau" and self.select != "best-test" and not self.data.val_fraction:
-            raise ValueError(
-                "--schedule.kind plateau needs something to watch: set --data.val_fraction, or say --select best-test if "
-                "the test images shall decide"
-            )
+            problem = "cannot be combined with {accumulate}: a CUDA graph overwrites the previous gradients"
+            raise ArgumentError("cuda_graphs", problem)
+        watched = {
+            "select": self.select == "best-val",
+            "early_stop": self.early_stop is not None and self.select == "last",
+            "schedule.kind": self.schedule.kind == "plateau" and self.select != "best-test",
+        }
+        for name, needed in watched.items():
+            if needed and not self.data.val_fraction:
+                value = self.schedule.kind if name == "schedule.kind" else getattr(self, name)
+                other = "" if name == "select" else ", or {select} to best-test to use the test images"
+                raise ArgumentError(name, "needs validation images", value, f"set {{data.val_fraction}}{other}")
 
 
 def to_mapping(config: Train) -> dict[str, Any]:
-    """The options as plain values, for YAML."""
-    return asdict(config)
+    """Options as JSON and YAML represent them."""
+    return json.loads(json.dumps(asdict(config)))
 
 
 def from_mapping(values: Mapping[str, Any]) -> Train:
-    """Options from plain values, as a YAML file holds them.
+    """Build options from plain values, such as those of a YAML file.
 
     Raises:
-        ValueError: for a key that is misspelt, with what is near it, and for a value of the wrong kind.
+        UnknownName: for an unknown key, with close matches.
+        ArgumentError: for a value of the wrong type or out of range.
 
     Example:
         >>> from_mapping({"epochs": 3, "optimiser": {"lr": 0.1}}).optimiser.lr
         0.1
         >>> from_mapping({"optimiser": {"lrr": 0.1}})
         Traceback (most recent call last):
-        ValueError: unknown option 'optimiser.lrr': did you mean 'optimiser.lr' or ...
+        eigengrain.errors.UnknownName: unknown option 'optimiser.lrr': did you mean 'optimiser.lr' or ...
     """
     return build(Train, values)
 
 
+def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Train:
+    """Options of a packaged recipe.
+
+    Args:
+        name: one of :func:`eigengrain.recipes.list_recipes`.
+        overrides: dotted option name to value.
+
+    Raises:
+        UnknownName: for an unknown recipe or option.
+        ArgumentError: for a value of the wrong type or out of range.
+
+    Example:
+        >>> load_recipe("birds-resnet50-paper", {"data.root": "birds", "epochs": 3}).optimiser.classifier_lr_scale
+        20.0
+    """
+    values = read_mapping(recipe_path(name))
+    for option, value in (overrides or {}).items():
+        *parents, last = option.split(".")
+        group = values
+        for parent in parents:
+            group = group.setdefault(parent, {})
+            if not isinstance(group, dict):
+                raise ArgumentError(option, f"does not exist: {parent} is not a group of options")
+        group[last] = value
+    return from_mapping(values)
+
+
 def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Options, in dots, that differ and may not: a run that is continued with others would be neither of the two.
+    """Dotted names of options that differ although a resumed run must not change them.
 
     Example:
         >>> differences({"epochs": 3, "data": {"root": "a", "name": "cub"}}, {"epochs": 4, "data": {"root": "b"}})
         ['epochs', 'data.name']
     """
-    found: list[str] = []
+    changed: list[str] = []
     for key in dict.fromkeys((*old, *new)):
         name, before, now = prefix + key, old.get(key), new.get(key)
         if name in FREE_TO_CHANGE:
             continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            found += differences(before, now, f"{name}.")
-        elif _plain(before) != _plain(now):
-            found.append(name)
-    return found
-
-
-def _plain(value: Any) -> Any:
-    """Tuples and lists alike: YAML has lists only."""
-    return [_plain(v) for v in value] if isinstance(value, list | tuple) else value
-
-
-def _choice(option: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise UnknownName(f"--{option}", value, choices)
-
-
-def _number(option: str, value: float, least: float = -math.inf, above: float = -math.inf) -> None:
-    if not math.isfinite(value) or value < least or value <= above:
-        bound = f"above {above}" if above > -math.inf else f"at least {least}"
-        raise ValueError(f"--{option} must be a number {bound}, got {value}")
+            changed += differences(before, now, f"{name}.")
+        elif before != now:
+            changed.append(name)
+    return changed

@@ -5,7 +5,7 @@ import math
 import shutil
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,98 +17,53 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from eigengrain.data.randomness import derive
+from eigengrain.data.sampler import derive
 from eigengrain.environment import describe
-from eigengrain.errors import FailedError, NonFiniteError
+from eigengrain.errors import ArgumentError, CheckpointError, Diverged, Interrupted, NonFiniteError
 from eigengrain.functional import solver_repairs
+from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet, save_pretrained
 from eigengrain.progress import progress_bar
-from eigengrain.training.checkpoint import (
-    BEST,
-    LAST,
-    CheckpointError,
-    keep_copy,
-    read_checkpoint,
-    remove_halves,
-    write_atomically,
-    write_checkpoint,
-)
+from eigengrain.training.checkpoint import BEST, LAST, copy_atomically, read_checkpoint, write_atomically, write_checkpoint
 from eigengrain.training.config import Train, differences, to_mapping
-from eigengrain.training.distributed import (
-    Process,
-    generator_states,
-    generators_put_back,
-    join,
-    restore_generators,
-    seed_everything,
-)
+from eigengrain.training.distributed import generator_states, join, preserve_generators, restore_generators, seed_everything
 from eigengrain.training.evaluation import evaluate
 from eigengrain.training.plan import dry_run
-from eigengrain.training.schedule import rates
-from eigengrain.training.setup import Run, build, tensorboard, write_arguments
-from eigengrain.training.signals import Interrupted, Wish, polite_signals
-from eigengrain.training.sources import Sources, to_device
+from eigengrain.training.run_folder import ARGUMENTS, MODEL
+from eigengrain.training.schedule import learning_rates
+from eigengrain.training.setup import Run, Sources, build, write_arguments
+from eigengrain.training.signals import StopRequest, catch_signals
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
-#: on an accelerator, batches between two looks at the losses: each look makes the device wait
-LOOK_EVERY = 25
+#: batches between two checks of the losses on an accelerator, because each check waits for the device
+CHECK_EVERY = 25
 
-#: called after each batch with epoch, batch (both from 0) and the loss of this process
+#: function that is called after each batch with epoch, batch (both from 0) and the loss of this process
 OnStep = Callable[[int, int, float], object]
-
-
-class DivergedError(FailedError):
-    """The loss, what the head is given, or what the model answers is no longer a number, or the features are dead.
-
-    Args:
-        what: has happened.
-        epoch: from 1.
-        batch: of that epoch, from 1.
-        total: batches of an epoch.
-        out: folder of the run.
-    """
-
-    def __init__(self, what: str, epoch: int, batch: int, total: int, out: Path):
-        self.where = f"{what} in epoch {epoch} at batch {batch} of {total}"
-        kept = f"the last good checkpoint is {out / LAST}" if (out / LAST).exists() else "no checkpoint was due before it"
-        super().__init__(
-            f"{self.where}: lower --optimiser.lr, add --schedule.warmup_epochs or --clip_grad, and choose another --out; "
-            f"{kept}"
-        )
 
 
 @dataclass
 class Progress:
-    """How far a run is; all of it is in the checkpoint.
+    """Progress of a run, part of the checkpoint."""
 
-    Args:
-        epoch: the one that is being trained, from 0.
-        batch: the next one of this epoch.
-        updates: steps of the optimiser so far.
-        best: the best accuracy so far of the split that is watched.
-        best_epoch: after which it was seen, from 1; 0 for none.
-        scores: accuracies and losses of the last and of the best epoch, by epoch from 1.
-        meter: sums over this epoch.
-    """
-
-    epoch: int = 0
-    batch: int = 0
-    updates: int = 0
-    best: float = -math.inf
-    best_epoch: int = 0
-    scores: dict[int, dict[str, float]] = field(default_factory=dict)
-    meter: Meter = field(default_factory=Meter)
+    epoch: int = 0  # the current one, from 0
+    batch: int = 0  # the next one of this epoch
+    updates: int = 0  # optimiser steps so far
+    best: float = -math.inf  # best accuracy so far on the split that selects the epoch
+    best_epoch: int = 0  # from 1; 0 for none
+    scores: dict[int, dict[str, float]] = field(default_factory=dict)  # of the last and of the best epoch, from 1
+    meter: Meter = field(default_factory=Meter)  # sums over this epoch
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run ended with.
+    """Result of a run.
 
     Args:
-        select: how the epoch was chosen: last, best-val or best-test.
-        epoch: whose weights are in the model folder, from 1.
+        select: how the epoch was selected: last, best-val or best-test.
+        epoch: epoch whose weights are in the model folder, from 1.
         scores: accuracies and losses of that epoch, by column of summary.csv.
-        epochs_trained: how many there were.
+        epochs_trained: number of epochs trained.
         model: folder of the model.
     """
 
@@ -120,51 +75,65 @@ class Result:
 
 
 def train(config: Train, sources: Sources | None = None, on_step: OnStep | None = None) -> Result | None:
-    """Train a model as a config says; None after a dry run.
+    """Train a model.
 
     Args:
-        config: see :class:`eigengrain.training.config.Train`.
-        sources: data sets to use instead of those that the config names.
-        on_step: called after each batch with (epoch, batch, loss).
+        config: the options.
+        sources: data sets to use instead of those of the config.
+        on_step: function that is called after each batch with (epoch, batch, loss).
+
+    Returns:
+        the result; None after a dry run.
 
     Raises:
         ValueError: for an option that does not fit, before training starts.
-        DivergedError: if the loss, the features or the scores become NaN or infinite, or if an epoch leaves covariances
-            that are all zero, behind which nothing learns any more; the checkpoint before it is kept.
+        Diverged: if the loss, the features or the scores are not finite, or if all covariances are zero at the end of an
+            epoch, so that the backbone receives no gradient; the previous checkpoint is kept.
         CheckpointError: if a checkpoint cannot be written or read.
         Interrupted: after Ctrl-C or SIGTERM, when the checkpoint is written.
     """
-    with join(config.device) as process, generators_put_back(process.device):
-        seed_everything(config.seed)  # the same first weights in every process
+    with join(config.device) as process, preserve_generators(process.device):
+        seed_everything(config.seed)  # the same initialisation in every process
         run = build(config, sources, process)
         if config.dry_run:
             dry_run(run)
             return None
-        with polite_signals() as wish, _fastest_kernels():
-            return _train(run, wish, on_step)
+        with catch_signals() as request, _fastest_kernels():
+            return _train(run, request, on_step)
 
 
-def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
+def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     config, process, model, optimiser = run.config, run.process, run.model, run.optimiser
     out, total = Path(config.out), len(run.loaders.train)
     progress, generators = _start_or_resume(run, out)
     if process.is_main:
         write_arguments(out, config)
-        remove_halves(out)
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
-    board = tensorboard(out, progress.epoch) if config.log == "tensorboard" and process.is_main else None
-    look_every = 1 if process.device.type == "cpu" else LOOK_EVERY
+    head = model.head if isinstance(model.head, SpectralHead) else None
+    board: Any = None
+    if config.log == "tensorboard" and process.is_main:
+        from torch.utils.tensorboard import SummaryWriter
+
+        board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.epoch + 1)  # drops what is trained again
+    check_every = 1 if process.device.type == "cpu" else CHECK_EVERY
 
     def save() -> None:
         states = process.gather(generator_states(process.device))
         if process.is_main:
-            state = {**run.state(), "progress": asdict(progress), "generators": states}
-            write_checkpoint(out / LAST, state)
-        process.wait()  # torchrun ends all processes when one of them leaves: none may before the checkpoint is there
+            write_checkpoint(out / LAST, {**run.state(), "progress": asdict(progress), "generators": states})
+        process.wait()  # torchrun ends all processes when one exits: none may exit before the checkpoint is written
 
     def save_and_stop(signal: int) -> None:
         save()
         raise Interrupted(signal, f"in epoch {progress.epoch + 1} after batch {progress.batch} of {total}")
+
+    def stop_evaluation() -> None:
+        if request.signal and not process.distributed:  # several processes have different numbers of batches
+            save_and_stop(request.signal)
+
+    def diverged(reason: str, batch: int = total, loss: float | None = None) -> Diverged:
+        checkpoint = out / LAST if (out / LAST).exists() else None
+        return Diverged(reason, progress.epoch + 1, batch, total, loss, checkpoint)
 
     bar = progress_bar()
     bar.disable = bar.disable or not process.is_main
@@ -175,32 +144,33 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             bar.reset(task, total=total, completed=progress.batch, description=f"epoch {epoch + 1}/{config.epochs}")
             run.loaders.train.set_epoch(epoch, start_batch=progress.batch)
             run.net.train()
-            solver_repairs(reset=True)  # those of an evaluation are not of this epoch's training
-            losses: list[Tensor] = []  # on the device, not yet looked at
+            solver_repairs(reset=True)  # do not count those of the evaluation
+            losses: list[Tensor] = []  # on the device, not yet checked
             norms: list[Tensor] = []
             clock = time.perf_counter()
             for batch, data in enumerate(run.loaders.train, start=progress.batch):
-                # here and not before: a loader that starts draws from the generators, so only behind its first batch
-                # a continued epoch can be put where an uninterrupted one would be
+                # A loader draws from the generators when it starts. Only after its first batch can a resumed epoch have
+                # the generator states of an uninterrupted one.
                 if generators is not None:
                     restore_generators(generators, process.device)
                     generators = None
                 elif batch == 0:
                     seed_everything(derive(config.seed, epoch, process.rank))
 
-                # forward and backward; gradients of a group of batches are averaged, the last group may be smaller
-                images, labels = to_device(data, process)
-                if config.channels_last:
-                    images = images.contiguous(memory_format=torch.channels_last)
+                # forward and backward; gradients are averaged over a group of batches, and the last group may be smaller
+                images, labels = run.to_device(data)
                 begin = batch - batch % config.accumulate
                 group = min(config.accumulate, total - begin)
                 ends_group, ends_epoch = batch + 1 == begin + group, batch + 1 == total
                 try:
-                    with _recording(model, ends_epoch), _exchanging(run.net, ends_group):
+                    # one spectrum per epoch (some heads need a decomposition for it), one gradient exchange per group
+                    recording = head.recording() if head is not None and ends_epoch else nullcontext()
+                    waits = isinstance(run.net, DistributedDataParallel) and not ends_group
+                    with recording, run.net.no_sync() if waits else nullcontext():  # type: ignore[operator]
                         loss = cross_entropy(run.net(images), labels, label_smoothing=config.label_smoothing)
                         run.scaler.scale(loss / group).backward()
                 except NonFiniteError as error:
-                    raise DivergedError("features are NaN or infinite", epoch + 1, batch + 1, total, out) from error
+                    raise diverged("the features are not finite", batch + 1) from error
                 losses.append(loss.detach())
                 meter.images += len(images) * process.world_size
                 if on_step is not None:
@@ -209,35 +179,41 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
                 if not ends_group:
                     continue
 
-                # one step of the optimiser
+                # optimiser step
                 run.scaler.unscale_(optimiser)
                 norms.append(_gradient_norm(model, config.clip_grad))
                 run.scaler.step(optimiser)
                 run.scaler.update()
                 optimiser.zero_grad(set_to_none=True)
-                meter.rates = rates(optimiser)
+                meter.rates = learning_rates(optimiser)
                 progress.updates += 1
                 run.schedule.step_update(progress.updates)
                 if run.ema is not None:
                     run.ema.update(model, step=progress.updates)
 
-                # look at the losses, save, stop: at the same batches in all processes, so that they agree
+                # check the losses, save, stop: at the same batches in all processes
                 saves = config.save_every > 0 and (batch + 1) % config.save_every == 0
-                if saves or ends_epoch or (batch + 1) % look_every == 0:
-                    _look(losses, norms, batch, total, progress, process, out)
+                if saves or ends_epoch or (batch + 1) % check_every == 0:
+                    for number, value in enumerate(meter.add(losses, norms, process), start=batch + 2 - len(losses)):
+                        if not math.isfinite(value):
+                            raise diverged(f"the loss is {value}", number, value)
+                    losses.clear()
+                    norms.clear()
                     progress.batch = batch + 1
-                    if ends_epoch:
-                        meter.spectrum = _last_spectrum(model)
+                    spectrum = head.last_spectrum if head is not None and ends_epoch else None
+                    if spectrum is not None:
+                        meter.spectrum = spectrum_row(*spectrum)
                     meter.seconds, clock = meter.seconds + time.perf_counter() - clock, time.perf_counter()
-                    signal, alive = process.max(wish.signal, not ends_epoch or _has_variance(model))
-                    if not alive:
-                        raise DivergedError("all covariances are zero", epoch + 1, batch + 1, total, out)
+                    alive = spectrum is None or bool(spectrum.eigenvalues.any())
+                    signal, alive_anywhere = process.max(request.signal, alive)
+                    if not alive_anywhere:
+                        raise diverged("all covariances are zero")
                     if signal:
                         save_and_stop(signal)
                     if saves and not ends_epoch:
                         save()
 
-            # the end of an epoch: accuracy, a row of the summary, the checkpoint
+            # end of the epoch: accuracy, a row of the summary, the checkpoint
             generators = None
             process.share_buffers(run.evaluated)
             scores: dict[str, float] = {}
@@ -245,21 +221,14 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
                 for split, loader in (("val", run.loaders.val), ("test", run.loaders.test)):
                     if loader is None:
                         continue
+                    options: dict[str, Any] = {"amp": config.amp, "channels_last": config.channels_last}
                     try:
-                        [score] = evaluate(
-                            run.evaluated,
-                            loader,
-                            process,
-                            amp=config.amp,
-                            channels_last=config.channels_last,
-                            # alone only: shares of the images differ in length, so that several could not agree here
-                            each=lambda: save_and_stop(wish.signal) if wish.signal and not process.many else None,
-                        )
+                        [score] = evaluate(run.evaluated, loader, process, **options, each=stop_evaluation)
                     except NonFiniteError as error:
-                        raise DivergedError("scores are NaN or infinite", epoch + 1, total, total, out) from error
+                        raise diverged("the scores are not finite") from error
                     scores |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}
             row: dict[str, Any] = {"epoch": epoch + 1, **meter.row(), **scores}
-            watched = scores.get(f"{_watched_split(run)}_top1")
+            watched = scores.get("test_top1" if config.select == "best-test" or run.loaders.val is None else "val_top1")
             improved = watched is not None and watched > progress.best
             if watched is not None and improved:
                 progress.best, progress.best_epoch = watched, epoch + 1
@@ -275,8 +244,8 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
             progress.epoch, progress.batch, progress.meter = epoch + 1, 0, Meter()
             save()
             if improved and process.is_main:
-                keep_copy(out / LAST, out / BEST)
-            [signal] = process.max(wish.signal)
+                copy_atomically(out / LAST, out / BEST)
+            [signal] = process.max(request.signal)
             if signal and progress.epoch < config.epochs:
                 raise Interrupted(signal, f"after epoch {progress.epoch}")
     return _finish(run, progress, out)
@@ -284,7 +253,7 @@ def _train(run: Run, wish: Wish, on_step: OnStep | None) -> Result:
 
 @contextmanager
 def _fastest_kernels() -> Iterator[None]:
-    """All batches have one shape, so that a search for the fastest convolutions pays, unless they must be repeatable."""
+    """Let cuDNN search for the fastest convolutions, because all batches have one shape, unless they must be repeatable."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
     try:
@@ -294,100 +263,40 @@ def _fastest_kernels() -> Iterator[None]:
 
 
 def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | None]:
-    """Where to begin, and the state of the generators there if that is in the middle of an epoch."""
+    """Progress to start from, and the generator states if that is within an epoch."""
     if not (out / LAST).exists():
         return Progress(), None
     state = read_checkpoint(out / LAST)
-    changed = differences(state["config"], to_mapping(run.config))
-    if changed:
-        raise ValueError(
-            f"the run in {out} was started with other options ({', '.join(changed[:5])}): go on with those of its "
-            "args.yaml, or choose another folder with --out"
-        )
+    if changed := differences(state["config"], to_mapping(run.config)):
+        names = ", ".join(f"{{{name}}}" for name in changed[:5])
+        remedy = f"use the values of {out / ARGUMENTS} or another folder"
+        raise ArgumentError("out", f"contains a run with other values of {names}", str(out), remedy)
     if state["class_names"] != run.model.class_names:
-        raise ValueError(f"the run in {out} was started with other classes: give it the images that it began with")
+        raise ArgumentError("out", "contains a run with other classes", str(out), "use the same data set")
     run.load(state)
     values = state["progress"]
     progress = Progress(**{**values, "meter": Meter(**values["meter"])})
     if run.process.is_main and progress.batch == 0 and progress.best_epoch == progress.epoch:
-        keep_copy(out / LAST, out / BEST)  # the run may have been killed between the two
-    states = state["generators"]
-    middle = progress.batch > 0 and run.process.rank < len(states)
-    return progress, states[run.process.rank] if middle else None
-
-
-def _look(
-    losses: list[Tensor], norms: list[Tensor], batch: int, total: int, progress: Progress, process: Process, out: Path
-) -> None:
-    """Add up the losses since the last look; the first that is no number ends the training."""
-    meter = progress.meter
-    repaired = losses[0].new_tensor(sum(solver_repairs(reset=True).values()))
-    *sums, helped = process.sum(torch.stack([*losses, repaired])).tolist()  # one exchange for both
-    meter.repaired += int(helped)
-    for place, loss in enumerate((each / process.world_size for each in sums), start=batch + 1 - len(losses)):
-        if not math.isfinite(loss):
-            raise DivergedError(f"the loss is {loss}", progress.epoch + 1, place + 1, total, out)
-        meter.loss += loss
-        meter.batches += 1
-    for norm in torch.stack(norms).tolist():
-        if math.isfinite(norm):  # fp16 overflows now and then, and its scaler leaves such steps out
-            meter.gradient_norm += norm
-            meter.updates += 1
-    losses.clear()
-    norms.clear()
+        copy_atomically(out / LAST, out / BEST)  # the run may have been killed between the two
+    states = state["generators"][run.process.rank :] if progress.batch else []
+    return progress, next(iter(states), None)
 
 
 def _gradient_norm(model: nn.Module, limit: float | None) -> Tensor:
-    """The norm of the gradient of all parameters, which is then no longer than the limit."""
+    """Norm of the gradient of all parameters before it is clipped to the limit."""
     if limit is not None:
         return clip_grad_norm_(model.parameters(), limit)
     return get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
 
 
-def _exchanging(net: nn.Module, ends_group: bool) -> AbstractContextManager[Any]:
-    """Processes add up their gradients once for each group of batches."""
-    return net.no_sync() if isinstance(net, DistributedDataParallel) and not ends_group else nullcontext()
-
-
-@contextmanager
-def _recording(model: CovarianceNet, now: bool) -> Iterator[None]:
-    """Have the head keep the spectrum of a batch, which costs it a decomposition: for one batch of an epoch."""
-    head: Any = model.head
-    if not now or not hasattr(head, "record_spectrum"):
-        yield
-        return
-    head.record_spectrum = True
-    try:
-        yield
-    finally:
-        head.record_spectrum = False
-
-
-def _last_spectrum(model: CovarianceNet) -> dict[str, float]:
-    """Columns from the spectrum that the head has kept; none for a head without one."""
-    spectrum = getattr(model.head, "last_spectrum", None)
-    return {} if spectrum is None else spectrum_row(spectrum.eigenvalues, spectrum.factor)
-
-
-def _has_variance(model: CovarianceNet) -> bool:
-    """Whether some image's features vary, as far as the head can tell: a covariance of zero has no gradient."""
-    spectrum = getattr(model.head, "last_spectrum", None)
-    return spectrum is None or bool(spectrum.eigenvalues.any())
-
-
-def _watched_split(run: Run) -> str:
-    """Whose accuracy decides what is best: the test images only if that is asked for or there is nothing else."""
-    return "test" if run.config.select == "best-test" or run.loaders.val is None else "val"
-
-
 def _stalled(config: Train, progress: Progress) -> bool:
-    """Whether the last evaluation saw no progress for so long; epochs that were not evaluated say nothing."""
+    """Whether early stopping applies; epochs without an evaluation do not count."""
     evaluated = max((epoch for epoch, scores in progress.scores.items() if scores), default=0)
     return config.early_stop is not None and evaluated - progress.best_epoch >= config.early_stop
 
 
 def _line(row: dict[str, Any], epochs: int) -> str:
-    """An epoch for reading."""
+    """One line about an epoch for the terminal."""
     parts = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
     parts += [f"{split} {row[f'{split}_top1']:.2f} %" for split in ("val", "test") if f"{split}_top1" in row]
     parts.append(f"{row['images_per_second']:.1f} images/s")
@@ -397,15 +306,15 @@ def _line(row: dict[str, Any], epochs: int) -> str:
 
 
 def _finish(run: Run, progress: Progress, out: Path) -> Result:
-    """Write the chosen weights as a model, and what they reached."""
+    """Write the selected weights as a model folder, and ``results.json``."""
     config = run.config
     epoch = progress.epoch if config.select == "last" else progress.best_epoch
-    result = Result(config.select, epoch, progress.scores.get(epoch, {}), progress.epoch, str(out / "model"))
+    result = Result(config.select, epoch, progress.scores.get(epoch, {}), progress.epoch, str(out / MODEL))
     if run.process.is_main:
         if config.select != "last":
             state = read_checkpoint(out / BEST)
             run.evaluated.load_state_dict(state["model" if run.ema is None else "ema"])
-        _write_model(run.evaluated, out / "model")
+        _write_model(run.evaluated, out / MODEL)
         record = {
             **asdict(result),
             "chosen_by": {"last": "nothing", "best-val": "validation images", "best-test": "test images"}[config.select],
@@ -422,7 +331,7 @@ def _finish(run: Run, progress: Progress, out: Path) -> Result:
 
 
 def _write_model(model: CovarianceNet, folder: Path) -> None:
-    """A folder of save_pretrained, whole or not at all; where there is one of that name, what else it holds stays."""
+    """Write a folder of save_pretrained atomically; other files in an existing folder stay."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -433,8 +342,7 @@ def _write_model(model: CovarianceNet, folder: Path) -> None:
             temporary.rmdir()
         else:
             temporary.rename(folder)
-    except (OSError, SafetensorError) as error:  # safetensors has an error of its own for a full disk
+    except (OSError, SafetensorError) as error:  # safetensors has its own error for a full disk
         shutil.rmtree(temporary, ignore_errors=True)
-        raise CheckpointError(
-            f"cannot write the model to {folder} ({error}): {LAST} holds its weights; free some space, then --resume"
-        ) from error
+        problem = f"{error} ({LAST} contains the weights: free some space and resume the run)"
+        raise CheckpointError(folder, problem, "write") from error

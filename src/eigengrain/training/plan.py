@@ -1,31 +1,24 @@
-"""A dry run: everything is built, two images go through, and what training would do is printed."""
+"""A dry run: build everything, train on two images, and print what the training would do."""
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 from torch.nn.functional import cross_entropy
 
 from eigengrain import output
 from eigengrain.text import counted
-from eigengrain.training.sources import to_device
-
-if TYPE_CHECKING:
-    from eigengrain.training.setup import Run
+from eigengrain.training.setup import Run
 
 PASSES = 2
 
 
-def dry_run(run: "Run") -> None:
-    """Train on two images of the first batch, without a step of the optimiser, and print the plan."""
+def dry_run(run: Run) -> None:
+    """Train on two images of the first batch, without an optimiser step, and print the plan."""
     model, config, process = run.model, run.config, run.process
     run.loaders.train.set_epoch(0)
-    images, labels = to_device(next(iter(run.loaders.train)), process)
-    images, labels = images[:2], labels[:2]
+    images, labels = (tensor[:2] for tensor in run.to_device(next(iter(run.loaders.train))))
     if len(images) == 1:
-        images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)  # batch statistics of one image do not exist
-    if config.channels_last:
-        images = images.contiguous(memory_format=torch.channels_last)
+        images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)  # batch statistics need two images
     run.net.train()
     for _ in range(PASSES):  # the first one also compiles, chooses algorithms and allocates
         begin = time.perf_counter()
@@ -56,12 +49,12 @@ def dry_run(run: "Run") -> None:
         f"epochs of warm-up: {config.schedule.warmup_epochs:g}",
         "selection": config.select,
         "device": f"{process.device}, processes: {process.world_size}, amp {config.amp}",
-        "two images": f"loss {value:.4f}, {per_image:.3f} s an image forward and backward",
-        "estimate": f"{_duration(epoch)} an epoch, {_duration(epoch * config.epochs)} in all, from these two images: "
-        "larger batches are faster on a GPU, and reading images and evaluation are not counted",
+        "two images": f"loss {value:.4f}, {per_image:.3f} s per image forward and backward",
+        "estimate": f"{_duration(epoch)} per epoch, {_duration(epoch * config.epochs)} in total, measured on these two "
+        "images: larger batches are faster on a GPU, and reading images and evaluation are not included",
     }
     for name, text in plan.items():
-        output.reading().print(f"{name:12}{text}", soft_wrap=True, markup=False, highlight=False)
+        output.console().print(f"{name:12}{text}", soft_wrap=True, markup=False, highlight=False)
     output.result({"plan": plan}, [f"{name}\t{text}" for name, text in plan.items()])
 
 

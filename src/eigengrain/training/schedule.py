@@ -1,6 +1,7 @@
-"""Optimisers and schedules of timm, by the words of the config."""
+"""Optimisers and learning rate schedules of timm, built from the config."""
 
 import math
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -9,43 +10,38 @@ from timm.scheduler import MultiStepLRScheduler, PlateauLRScheduler, create_sche
 from timm.scheduler.scheduler import Scheduler
 from torch import nn
 
-from eigengrain.errors import UnknownName
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.models import parameter_groups
 from eigengrain.training.config import Optimiser, Schedule
 
 
 def build_optimiser(model: nn.Module, config: Optimiser) -> torch.optim.Optimizer:
-    """The optimiser of a model, with a learning rate for each part of it.
+    """Create the optimiser of a model, with one learning rate per part of the model.
 
-    ``sgd`` is plain momentum as in the paper; timm's own ``sgd`` means Nesterov's, which is ``nesterov`` here.
+    ``sgd`` is plain momentum as in the paper; timm's own ``sgd`` uses Nesterov momentum, which is ``nesterov`` here.
 
     Raises:
-        ValueError: for an unknown name, with near matches, or an option that the optimiser does not have.
+        UnknownName: for an unknown optimiser, with close matches.
+        ArgumentError: for an option that the optimiser does not have, or an optimiser that needs second derivatives.
     """
     if config.opt not in list_optimizers():
-        raise UnknownName("--optimiser.opt", config.opt, list_optimizers())
-    groups = parameter_groups(
-        model,
-        lr=config.lr,
-        weight_decay=config.weight_decay,
-        head_lr_scale=config.head_lr_scale,
-        classifier_lr_scale=config.classifier_lr_scale,
-        decay_norms_and_biases=config.decay_norms_and_biases,
-    )
+        raise UnknownName("optimiser.opt", config.opt, list_optimizers())
+    others = ("opt", "momentum", "options")
+    groups = parameter_groups(model, **{name: value for name, value in asdict(config).items() if name not in others})
     name = "momentum" if config.opt == "sgd" else config.opt
     try:
         optimiser = create_optimizer_v2(
             groups, name, lr=config.lr, weight_decay=config.weight_decay, momentum=config.momentum, **config.options
         )
     except (TypeError, AssertionError, ImportError, ValueError) as error:
-        raise ValueError(f"optimiser {config.opt!r} cannot be made: {error}") from error
+        raise ArgumentError("optimiser.options", f"do not fit {config.opt} ({error})", config.options) from error
     if getattr(optimiser, "is_second_order", False):
-        raise ValueError(f"optimiser {config.opt!r} takes second derivatives, which training does not: choose another")
+        raise ArgumentError("optimiser.opt", "needs second derivatives, which training does not compute", config.opt)
     return optimiser
 
 
 class _Plateau(PlateauLRScheduler):
-    """timm's, with a warm-up that climbs at every update, as those of the other schedules do, and not once an epoch."""
+    """timm's plateau schedule with a warm-up per update, as the other schedules have it, instead of per epoch."""
 
     def __init__(self, optimiser: torch.optim.Optimizer, updates_per_epoch: int, **options: Any):
         super().__init__(optimiser, **options)
@@ -61,27 +57,22 @@ class _Plateau(PlateauLRScheduler):
 
 
 def build_schedule(optimiser: torch.optim.Optimizer, config: Schedule, epochs: int, updates_per_epoch: int) -> Scheduler:
-    """The schedule, counted in updates, so that warm-up and cosine are smooth; only ``plateau`` counts evaluations.
+    """Create the schedule. It counts updates, so that warm-up and cosine are smooth; ``plateau`` counts evaluations.
 
     Raises:
-        ValueError: if the warm-up is longer than the training.
+        ArgumentError: if the warm-up is longer than the training.
     """
     if config.warmup_epochs > epochs:
-        raise ValueError(f"--schedule.warmup_epochs must be at most --epochs {epochs}, got {config.warmup_epochs}")
+        raise ArgumentError("schedule.warmup_epochs", f"must be at most {{epochs}} ({epochs})", config.warmup_epochs)
     warmup: dict[str, Any] = {
         "warmup_t": math.ceil(config.warmup_epochs * updates_per_epoch),
         "warmup_lr_init": config.warmup_lr,
     }
     if config.kind in ("drops", "constant"):
-        # timm drops one update early: it looks at the update that follows
+        # timm drops one update early, because it looks at the next update
         drops = [drop * updates_per_epoch + 1 for drop in config.drops]
         return MultiStepLRScheduler(
-            optimiser,
-            decay_t=drops,
-            decay_rate=config.factor,
-            warmup_prefix=False,
-            t_in_epochs=False,
-            **warmup,
+            optimiser, decay_t=drops, decay_rate=config.factor, warmup_prefix=False, t_in_epochs=False, **warmup
         )
     if config.kind == "plateau":
         return _Plateau(
@@ -107,6 +98,6 @@ def build_schedule(optimiser: torch.optim.Optimizer, config: Schedule, epochs: i
     return schedule
 
 
-def rates(optimiser: torch.optim.Optimizer) -> dict[str, float]:
-    """Learning rates of backbone, head and classifier now, as columns; a part without parameters has none."""
+def learning_rates(optimiser: torch.optim.Optimizer) -> dict[str, float]:
+    """Current learning rates of backbone, head and classifier, as columns; a part without parameters has none."""
     return {f"lr_{group['name'].split('/')[0]}": float(group["lr"]) for group in optimiser.param_groups}

@@ -1,59 +1,48 @@
-"""Ctrl-C and SIGTERM as wishes: the loop finishes its step, saves, and then stops."""
+"""Handle Ctrl-C and SIGTERM: the loop finishes its step, saves a checkpoint, and then stops."""
 
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from threading import current_thread, main_thread
 from types import FrameType
 from typing import Any
 
 
-class Interrupted(Exception):
-    """Training was asked to stop, and the checkpoint is written.
+@dataclass
+class StopRequest:
+    """Number of the signal that was received, 0 for none."""
 
-    Attributes:
-        exit_code: 130 for Ctrl-C, 143 for SIGTERM, as shells have it.
-    """
-
-    def __init__(self, number: int, where: str):
-        super().__init__(f"stopped by {signal.Signals(number).name} {where}; go on with --resume")
-        self.exit_code = 128 + number
-
-
-class Wish:
-    """Which signal came, 0 for none."""
-
-    def __init__(self) -> None:
-        self.signal = 0
+    signal: int = 0
 
 
 @contextmanager
-def polite_signals() -> Iterator[Wish]:
-    """Take note of SIGINT and SIGTERM; a SIGINT after the first signal acts at once, for those who cannot wait.
+def catch_signals() -> Iterator[StopRequest]:
+    """Record SIGINT and SIGTERM instead of stopping. A SIGINT after the first signal acts at once.
 
-    A SIGTERM never does: where a cluster ends all processes of a job, torchrun passes its own one on to those that had
-    theirs, and the second must not cost the checkpoint that the first has asked for. SIGKILL is for the impatient there.
+    A second SIGTERM does not: when a cluster ends all processes of a job, torchrun forwards its own SIGTERM to processes
+    that have received theirs, and the second must not prevent the checkpoint that the first requested.
 
     Example:
-        >>> with polite_signals() as wish:
+        >>> with catch_signals() as request:
         ...     signal.raise_signal(signal.SIGTERM)
-        ...     wish.signal == signal.SIGTERM
+        ...     request.signal == signal.SIGTERM
         True
     """
-    wish = Wish()
-    if current_thread() is not main_thread():  # handlers belong to the main thread alone
-        yield wish
+    request = StopRequest()
+    if current_thread() is not main_thread():  # only the main thread can set handlers
+        yield request
         return
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
-    def take_note(number: int, frame: FrameType | None) -> None:
-        wish.signal = number
+    def record(number: int, frame: FrameType | None) -> None:
+        request.signal = number
         signal.signal(signal.SIGINT, before[signal.SIGINT])
 
     for number in before:
-        signal.signal(number, take_note)
+        signal.signal(number, record)
     try:
-        yield wish
+        yield request
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -1,7 +1,8 @@
-"""What is written down of every epoch: accuracy, rates, gradients, speed, and the spectrum of the covariance."""
+"""Measurements of every epoch: accuracy, learning rates, gradients, speed, and the spectrum of the covariance."""
 
 import csv
 import io
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,8 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from eigengrain.errors import CheckpointError
+from eigengrain.functional import rounding_floor, solver_repairs
 from eigengrain.functional.subsets import small_part
-from eigengrain.training.checkpoint import CheckpointError, write_atomically
+from eigengrain.training.checkpoint import write_atomically
+from eigengrain.training.distributed import Process
 
 COLUMNS = (
     *("epoch", "train_loss", "val_top1", "val_top5", "val_loss", "test_top1", "test_top5", "test_loss"),
@@ -22,31 +26,35 @@ COLUMNS = (
 
 @dataclass
 class Meter:
-    """Sums over the epoch so far; a checkpoint in the middle of an epoch carries them.
-
-    Args:
-        loss: sum over batches.
-        batches: how many.
-        gradient_norm: sum over updates with finite gradients.
-        updates: how many.
-        images: over all processes.
-        seconds: of training.
-        repaired: solves of the eigensolver that needed help, over all processes.
-        rates: learning rates of the last update.
-        spectrum: of the last batch.
-    """
+    """Sums over the current epoch and over all processes; they are part of a checkpoint within an epoch."""
 
     loss: float = 0.0
     batches: int = 0
     gradient_norm: float = 0.0
-    updates: int = 0
+    updates: int = 0  # with finite gradients
     images: int = 0
     seconds: float = 0.0
-    repaired: int = 0
-    rates: dict[str, float] = field(default_factory=dict)
-    spectrum: dict[str, float] = field(default_factory=dict)
+    repaired: int = 0  # eigendecompositions that needed a fallback
+    rates: dict[str, float] = field(default_factory=dict)  # learning rates of the last update, by column
+    spectrum: dict[str, float] = field(default_factory=dict)  # of the last batch, by column
+
+    def add(self, losses: list[Tensor], norms: list[Tensor], process: Process) -> list[float]:
+        """Add losses and gradient norms of this process; return the losses as means over the processes."""
+        repaired = losses[0].new_tensor(sum(solver_repairs(reset=True).values()))
+        *sums, repairs = process.sum(torch.stack([*losses, repaired])).tolist()  # one exchange for both
+        means = [each / process.world_size for each in sums]
+        for loss in means:  # one by one: the sum must not depend on the batches between two calls
+            self.loss += loss
+        for norm in torch.stack(norms).tolist():
+            if math.isfinite(norm):  # fp16 overflows occasionally, and its scaler skips such steps
+                self.gradient_norm += norm
+                self.updates += 1
+        self.batches += len(means)
+        self.repaired += int(repairs)
+        return means
 
     def row(self) -> dict[str, float]:
+        """Means and sums by column."""
         return {
             "train_loss": self.loss / max(self.batches, 1),
             "gradient_norm": self.gradient_norm / max(self.updates, 1),
@@ -58,31 +66,26 @@ class Meter:
 
 
 def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]:
-    r"""Medians over a batch of what its spectra say.
+    r"""Statistics of the spectra of a batch, each as the median over its images.
 
-    With :math:`\lambda_1 \ge \dots \ge \lambda_d` of the covariance: :math:`\lambda_1`;
-    :math:`\log_{10} \lambda_1/\lambda_d`, where eigenvalues below :math:`d\,\epsilon\,\lambda_1` are rounding and read as
-    that; the share of the small ones, 50 of 256, in the energy :math:`\sum \lambda`; s; and
+    With the eigenvalues :math:`\lambda_1 \ge \dots \ge \lambda_d` of the covariance: :math:`\lambda_1`;
+    :math:`\log_{10} \lambda_1/\lambda_d`, with :math:`\lambda_d` at least :math:`d\,\epsilon\,\lambda_1`, the size of
+    rounding errors; the share of the smallest eigenvalues, 50 of 256, in :math:`\sum \lambda`; s; and
     :math:`\|Q\|_F = \sqrt{\sum \lambda}`.
 
-    Args:
-        eigenvalues: (B, d), descending.
-        factor: s, (B,), or None where the head has none.
+    ``eigenvalues`` is (B, d), descending; ``factor`` is s, (B,), or None if the head has none.
 
     Example:
         >>> row = spectrum_row(torch.tensor([[100.0, 10.0, 9.0, 5.0, 1.0]]), None)
         >>> {name: round(value, 3) for name, value in row.items()}
         {'lambda_1': 100.0, 'log10_condition': 2.0, 'energy_last': 0.008, 'q_norm': 11.18}
     """
-    values = eigenvalues.detach().cpu().double()  # in this order: MPS has no float64
-    d = values.shape[-1]
-    last = small_part(d)
+    values = eigenvalues.detach().cpu().double()  # first to the CPU, because MPS has no float64
     energy = values.sum(-1)
-    floor = d * torch.finfo(torch.float64).eps * values[:, 0]
     row = {
         "lambda_1": values[:, 0],
-        "log10_condition": (values[:, 0] / torch.maximum(values[:, -1], floor)).log10(),
-        "energy_last": values[:, -last:].sum(-1) / energy,
+        "log10_condition": (values[:, 0] / torch.maximum(values[:, -1], rounding_floor(values)[:, 0])).log10(),
+        "energy_last": values[:, -small_part(values.shape[-1]) :].sum(-1) / energy,
         "q_norm": energy.clamp_min(0).sqrt(),
     }
     if factor is not None:
@@ -91,18 +94,13 @@ def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]
 
 
 class Summary:
-    """``summary.csv``: one row an epoch, on the disk as soon as it is known.
-
-    Args:
-        path: of the file.
-        epochs: rows that are kept of a file that is there; those of later epochs are about to be written again.
-    """
+    """``summary.csv``: one row per epoch, written at its end. An existing file keeps the rows of the first ``epochs``."""
 
     def __init__(self, path: Path, epochs: int = 0):
         self.path = path
         old: list[dict[str, str]] = []
         if path.is_file() and epochs:
-            # of a row that was cut short nothing can be trusted, not even its epoch
+            # nothing in an incomplete last row can be trusted, not even its epoch
             whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
             old = [row for row in csv.DictReader(io.StringIO(whole)) if (row.get("epoch") or "").isdigit()]
         kept = [row for row in old if int(row["epoch"]) <= epochs]
@@ -113,23 +111,21 @@ class Summary:
         write_atomically(path, lambda file: file.write(text.getvalue().encode()))
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """One more row.
+        """Append a row.
 
         Raises:
-            CheckpointError: if it could not be written; a continued run writes it again.
+            CheckpointError: if it cannot be written; a resumed run writes it again.
         """
         try:
             with self.path.open("a", newline="", encoding="utf-8") as file:
                 writer = csv.DictWriter(file, COLUMNS, lineterminator="\n")
                 writer.writerow({name: _number(row.get(name)) for name in COLUMNS})
         except OSError as error:
-            raise CheckpointError(
-                f"cannot write {self.path} ({error.strerror}): free some space and go on with --resume"
-            ) from error
+            raise CheckpointError(self.path, f"{error.strerror}: free some space and resume the run", "write") from error
 
 
 def read_summary(path: Path) -> list[dict[str, float]]:
-    """The epochs of a ``summary.csv``, with the columns that have a number in them."""
+    """Rows of a ``summary.csv``, without empty columns."""
     with path.open(newline="", encoding="utf-8") as file:
         return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
 

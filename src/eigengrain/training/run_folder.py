@@ -1,0 +1,286 @@
+"""Open a trained model together with its training options, its preprocessing and its data set."""
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from PIL import Image
+from torch import Tensor
+
+from eigengrain.data import ImageSet, Transforms, build_transform, open_dataset, split_validation
+from eigengrain.errors import ArgumentError, FileError, UnknownName, did_you_mean
+from eigengrain.models import CovarianceNet, create_model, from_pretrained, load_weights
+from eigengrain.models.backbone import ImageSize, on_meta
+from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
+from eigengrain.names import SPLITS
+from eigengrain.text import few
+from eigengrain.training.config import Data, Train, from_mapping
+from eigengrain.yaml_files import read_mapping
+
+#: file with the options of a run, and the folder with its model
+ARGUMENTS, MODEL = "args.yaml", "model"
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model and what is needed to use it on images.
+
+    Args:
+        model: the network, in eval mode on the CPU.
+        path: the path that was opened.
+        folder: the run folder, or the model folder if there is no run around it; None for a model without a folder.
+        kind: kind of transforms to use instead of the model's own, see :class:`eigengrain.data.Transforms`.
+        img_size: size of the images to use instead of the model's own.
+
+    Example:
+        >>> trained = TrainedModel(create_model("resnet18", head="gap", num_classes=2))
+        >>> trained.transforms.img_size, trained.with_transforms(img_size=64).transforms.img_size
+        (224, 64)
+        >>> tuple(trained.transform(Image.new("RGB", (300, 200))).shape)
+        (3, 224, 224)
+    """
+
+    model: CovarianceNet
+    path: Path | None = None
+    folder: Path | None = None
+    kind: str | None = None
+    img_size: int | None = None
+
+    @cached_property
+    def config(self) -> Train | None:
+        """Options of the training; None for a model folder without a run.
+
+        Raises:
+            FileError: if ``args.yaml`` cannot be read, or contains options that this version does not have.
+        """
+        if self.folder is None or not (self.folder / ARGUMENTS).is_file():
+            return None
+        file = self.folder / ARGUMENTS
+        values = read_mapping(file)
+        try:
+            return from_mapping(values)
+        except ValueError as error:
+            raise FileError(file, str(error)) from error
+
+    @property
+    def transforms(self) -> Transforms | None:
+        """Test-time preprocessing: from the training options, else from the model's ``pretrained_cfg``.
+
+        None if only timm can express it (images that are not square, unusual crop modes); ``transform`` works then too.
+        """
+        return self._adapted(self._own_transforms if self.config is None else self.config.data.transforms)
+
+    @property
+    def transform(self) -> Callable[[Image.Image], Tensor]:
+        """Function from an RGB image to a normalised (3, H, W) tensor, as :meth:`dataset` uses it."""
+        return self._build(self.transforms)
+
+    @property
+    def image_size(self) -> int:
+        """Width of the images that the model receives."""
+        transforms = self.transforms
+        if transforms is None or transforms.kind == "none":
+            return self.img_size or int(self.model.pretrained_cfg["input_size"][-1])
+        return transforms.img_size
+
+    @property
+    def classes(self) -> list[str]:
+        """Class names, or numbers if the model has no names."""
+        return list(self.model.class_names or map(str, range(max(self.model.num_classes, 1))))
+
+    def with_transforms(self, kind: str | None = None, img_size: int | None = None) -> "TrainedModel":
+        """A copy that prepares images with another kind of transforms, or at another size.
+
+        Raises:
+            ArgumentError: if the model is built for another size.
+        """
+        built_for = self.model.config.get("img_size")
+        if img_size is not None and built_for and tuple(built_for) != (img_size, img_size):
+            height, width = built_for
+            raise ArgumentError("img_size", f"must be that of the model, {height} × {width}", img_size, "leave it out")
+        return replace(self, kind=kind or self.kind, img_size=img_size or self.img_size)
+
+    def dataset(
+        self,
+        split: str = "test",
+        *,
+        name: str | None = None,
+        root: str | None = None,
+        options: Mapping[str, Any] | None = None,
+    ) -> ImageSet:
+        """A split of the data set of the training, or of another one with the same classes, with the transform set.
+
+        Args:
+            split: ``train``, ``val`` or ``test``; ``train`` is without the validation images of the training.
+            name: name of another data set.
+            root: folder of the data set; that of the training by default.
+            options: more keyword arguments of the data set ``name``.
+
+        Raises:
+            ArgumentError: if no data set is given, its classes differ from those of the model, or ``split`` is ``val`` and
+                the training had no validation images.
+            LayoutError: if the folder does not have the layout of the data set.
+        """
+        if split not in SPLITS:
+            raise UnknownName("split", split, SPLITS)
+        if name is not None:
+            data = Data(name, root, options=dict(options or {}))
+        elif options:
+            raise ArgumentError("options", "are for the data set {name}, which is not given", dict(options))
+        elif self.config is None:
+            raise ArgumentError("name", f"is required: {self.path} does not contain the options of a training")
+        else:
+            data = self.config.data if root is None else replace(self.config.data, root=root)
+        if split == "val" and not data.val_fraction:
+            raise ArgumentError("split", "is not available: the training had no validation images", split, "use test")
+        dataset = open_dataset(data.name, data.root, split="test" if split == "test" else "train", **data.options)
+        if data.val_fraction and split != "test":
+            seed = self.config.seed if self.config is not None else 0
+            dataset = split_validation(dataset, data.val_fraction, seed=seed)[split == "val"]
+        if (expected := self.model.num_classes) != len(dataset.classes):
+            problem = f"must be a data set with {expected} classes, like the model, not {len(dataset.classes)}"
+            raise ArgumentError("name", problem, dataset.name)
+        if self.model.class_names is not None and self.model.class_names != dataset.classes:
+            raise ArgumentError("name", "must be a data set with the class names of the model in this order", dataset.name)
+        dataset.transform = self.transform
+        return dataset
+
+    def images(self, paths: Sequence[str | Path]) -> ImageSet:
+        """Photographs as a data set with the transform set; all labels are 0.
+
+        The preprocessing is that of the model's ``pretrained_cfg``, so photographs are resized even if the training
+        images were not (kind ``none``).
+        """
+        transform = self._build(self._adapted(self._own_transforms))
+        return ImageSet("images", "given", self.classes, [0] * len(paths), paths, transform)
+
+    @property
+    def _own_transforms(self) -> Transforms | None:
+        self._timm_transform()  # first, because its error explains which setting is wrong
+        return Transforms.from_pretrained_cfg(self.model.pretrained_cfg)
+
+    def _adapted(self, own: Transforms | None) -> Transforms | None:
+        """Apply ``kind`` and ``img_size``."""
+        kind = self.kind or (own.kind if own is not None else None)
+        if kind == "none" and self.img_size is not None:
+            raise ArgumentError("img_size", "has no effect: images are not resized with {kind} none", remedy="set {kind}")
+        if self.kind is not None:
+            return Transforms(self.kind, self.img_size or int(self.model.pretrained_cfg["input_size"][-1]))  # type: ignore[arg-type]
+        return own.at_size(self.img_size) if own is not None and self.img_size is not None else own
+
+    def _build(self, transforms: Transforms | None) -> Callable[[Image.Image], Tensor]:
+        if transforms is None:
+            return self._timm_transform()
+        return build_transform(transforms, False, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
+
+    def _timm_transform(self) -> Callable[[Image.Image], Tensor]:
+        """The transform of timm. Raises a ValueError if the model's ``pretrained_cfg`` is not valid."""
+        from timm.data import create_transform, resolve_data_config
+
+        try:
+            settings = resolve_data_config({"img_size": self.img_size}, pretrained_cfg=self.model.pretrained_cfg)
+            if not len(settings["input_size"]) == len(settings["mean"]) == len(settings["std"]) == 3:
+                raise ValueError("input_size, mean and std must have 3 numbers each")
+            if settings["input_size"][0] != 3:
+                raise ValueError(f"the model takes images with {settings['input_size'][0]} channels, and images are RGB")
+            return create_transform(**settings)
+        except Exception as error:  # a JSON file can contain values of any type
+            raise ValueError(f"the preprocessing in the model's pretrained_cfg is not valid: {error}") from error
+
+
+def open_run(path: str | os.PathLike[str]) -> TrainedModel:
+    """Open a trained model.
+
+    Args:
+        path: folder of ``eigengrain train``, its ``model`` folder, or a folder of :func:`eigengrain.save_pretrained`.
+
+    Raises:
+        FileError: if there is no such folder, it does not contain a model, or the training has not finished.
+        ValueError: if the files of the model do not fit together.
+
+    Example:
+        >>> import tempfile
+        >>> from eigengrain.models import save_pretrained
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     save_pretrained(create_model("resnet18", head="gap", num_classes=2), folder, ["sparrow", "wren"])
+        ...     open_run(folder).classes
+        ['sparrow', 'wren']
+    """
+    path = Path(path)
+    if not path.exists():
+        raise FileError(path, _with_question("there is no such folder", similar_paths(str(path))))
+    place = path.parent if path.name == WEIGHTS_FILE and (path.parent / CONFIG_FILE).is_file() else path
+    if not place.is_dir():
+        raise FileError(path, "it is a file, expected a folder of 'eigengrain train' or of save_pretrained")
+    folder = place.parent if place.name == MODEL and (place.parent / ARGUMENTS).is_file() else place
+    if not (folder / ARGUMENTS).is_file():
+        if not (place / CONFIG_FILE).is_file():
+            inside = sorted(str(file.parent) for name in (ARGUMENTS, CONFIG_FILE) for file in place.glob(f"*/{name}"))
+            problem = f"it is not a folder of 'eigengrain train' or of save_pretrained: there is no {CONFIG_FILE}"
+            raise FileError(path, _with_question(problem, inside[:3]))
+        return TrainedModel(from_pretrained(place), path, folder)
+    if not (folder / MODEL).is_dir():
+        command = f"eigengrain train --config {folder / ARGUMENTS} --resume"
+        raise FileError(path, f"the training has not finished: continue it with '{command}'")
+    return TrainedModel(from_pretrained(folder / MODEL), path, folder)
+
+
+def open_weights(
+    file: str | os.PathLike[str],
+    backbone: str | None = None,
+    head: str | None = None,
+    num_classes: int | None = None,
+    reduce: int | Literal["auto"] | None = "auto",
+    last_stride: int | None = None,
+    img_size: ImageSize | None = None,
+) -> CovarianceNet:
+    """Create a model and fill it from a weights file, which does not describe its model.
+
+    Args:
+        file: weights of the whole model, as :func:`eigengrain.load_weights` reads them.
+        backbone: name of the backbone.
+        head: name of the head.
+        num_classes: number of classes.
+        reduce: number of channels after the head's reduction.
+        last_stride: stride of the last stage, if it was changed.
+        img_size: side, or (height, width), of the images; only used for networks that are built for one size.
+
+    Raises:
+        ArgumentError: if ``backbone``, ``head`` or ``num_classes`` is None.
+        FileError: if there is no such file, or it leaves parameters of the model without weights.
+        ValueError: if the file cannot be read.
+    """
+    path = Path(file)
+    if not path.is_file():
+        raise FileError(path, _with_question("there is no such file", similar_paths(str(path))))
+    names = {"backbone": backbone, "head": head, "num_classes": num_classes}
+    missing = [name for name, value in names.items() if value is None]
+    if backbone is None or missing:
+        others = "".join(f"and {{{name}}} " for name in missing[1:])
+        raise ArgumentError(missing[0], f"{others}must be given: a weights file does not describe its model")
+    arguments: dict[str, Any] = {"head": head, "num_classes": num_classes, "reduce": reduce, "last_stride": last_stride}
+    if img_size is not None and on_meta(lambda: create_model(backbone, **arguments).config["img_size"]):
+        arguments["img_size"] = img_size
+    model = create_model(backbone, **arguments)
+    report = load_weights(model, path)
+    untrained = (*report.mismatched, *report.new)
+    if untrained:
+        problem = f"it does not contain {few(untrained, 3)} of the model: check backbone, head, num_classes and reduce"
+        raise FileError(path, problem)
+    return model.eval()
+
+
+def similar_paths(path: str) -> list[str]:
+    """Existing paths whose last part is similar to that of one that does not exist."""
+    parent, name = os.path.split(path.rstrip(os.sep))
+    folder = parent or "."
+    names = os.listdir(folder) if os.path.isdir(folder) and os.access(folder, os.R_OK) else []
+    return [os.path.join(parent, other) for other in get_close_matches(name, names, n=2)]
+
+
+def _with_question(problem: str, suggestions: Sequence[str]) -> str:
+    return ": ".join(filter(None, (problem, did_you_mean(suggestions))))

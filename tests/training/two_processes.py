@@ -1,0 +1,79 @@
+"""Program for torchrun with two processes; each writes what it saw to ``OUT/RANK.json``.
+
+In this order: groups that are joined again and again with a different process late each time; a run with its losses; a run
+that is stopped while its checkpoint is written slowly; a network that outlives its process group.
+"""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from eigengrain.errors import Interrupted
+from eigengrain.training import loop, train
+from eigengrain.training.checkpoint import LAST, write_checkpoint
+from eigengrain.training.distributed import join
+from training.small_run import colours, small, without_batch_statistics
+
+#: options of the run whose losses are compared with those of a single process
+CHANGES = {"epochs": 4, "save_every": 2, "ema": 0.9}
+
+
+def join_often() -> list[int]:
+    """Sums over the ranks, in eight groups."""
+    sums = []
+    for late in (0, 1) * 4:
+        with join("cpu") as process:
+            sums.append(int(process.sum(torch.tensor([process.rank + 1]))))
+        if process.rank == late:
+            time.sleep(0.1)
+    return sums
+
+
+def losses(out: Path) -> list[float]:
+    values = []
+    train(without_batch_statistics(out, **CHANGES), colours(), lambda epoch, batch, loss: values.append(loss))
+    return values
+
+
+def stop_during_a_slow_save(out: Path) -> bool:
+    """Whether the checkpoint exists when ``train`` raises Interrupted in this process."""
+
+    def write_slowly(path, state):
+        time.sleep(1)
+        write_checkpoint(path, state)
+
+    def stop(epoch, batch, loss):
+        if batch == 2:
+            signal.raise_signal(signal.SIGTERM)
+
+    loop.write_checkpoint = write_slowly
+    try:
+        train(small(out), colours(), stop)
+    except Interrupted:
+        return (out / LAST).exists()
+    raise AssertionError("the run was not stopped")
+
+
+def outlive_the_group() -> None:
+    """Leave a network behind while a thread of gloo is still busy."""
+    with join("cpu"):
+        net = DistributedDataParallel(nn.Linear(2, 2))
+        net(torch.ones(1, 2)).sum().backward()
+        # the thread sleeps without the GIL and then needs it, long after this function has returned
+        dist.all_reduce(torch.ones(1), async_op=True).get_future().then(lambda _: time.sleep(1))
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    folder = Path(sys.argv[1])
+    seen = {"sums": join_often(), "losses": losses(folder / "run"), "saved": stop_during_a_slow_save(folder / "stopped")}
+    (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
+    outlive_the_group()
