@@ -1,17 +1,16 @@
-"""How the charts of this package look."""
+"""The matplotlib style of the package."""
 
-from typing import Literal
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
 
-from matplotlib.axes import Axes
+from matplotlib import style as matplotlib_style
 
-FONTS = {"font.size": 8, "axes.titlesize": 8.5, "axes.labelsize": 8, "legend.fontsize": 8}
-GRID = "#e5e5e5"
+STYLE = Path(__file__).with_name("templates") / "eigengrain.mplstyle"
 
 
-def plain(axes: Axes, grid: Literal["x", "y", "both"] = "y", title: str | None = None) -> None:
-    """A light grid behind what is drawn, no frame at the top and at the right, and a title at the left if there is one."""
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(axis=grid, color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    if title is not None:
-        axes.set_title(title, loc="left")
+def style(changes: Mapping[str, Any] | None = None) -> AbstractContextManager[None]:
+    """Context manager that applies the style of the package and further settings; figures are made and saved inside it."""
+    context: AbstractContextManager[None] = matplotlib_style.context([STYLE, dict(changes or {})])
+    return context

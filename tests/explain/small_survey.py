@@ -1,15 +1,15 @@
-"""A small network, drawn birds, and a survey of them: in one process, or as a program in each of several.
+"""A survey of drawn birds with a small network, in one process or, run as a program, in two.
 
-As a program: survey with the files of the first argument, ``rows.csv`` and ``table-<rank>.csv``.
+As a program it writes ``rows.csv`` and ``table-<rank>.csv`` to the folder of its argument.
 """
 
-import os
 import sys
 import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.multiprocessing
 
 import eigengrain as eg
 from eigengrain.data import Transforms
@@ -22,7 +22,7 @@ RULES = ("vanilla", "deconv")
 
 
 class Double(Pipeline):
-    """In float64, so that numbers may be compared whatever batch an image was in."""
+    """Float64 images, so that measures do not depend on the batch of an image."""
 
     def __init__(self, transforms):
         super().__init__(transforms, False, (0.5,) * 3, (0.5,) * 3)
@@ -32,7 +32,7 @@ class Double(Pipeline):
 
 
 def birds(per_class=3):
-    """Drawn images of two species; the last is left out, so that no batch size divides their number."""
+    """Drawn images of two species; without the last, so that no batch size divides their number."""
     whole = open_plumage("test", classes=2, per_class=per_class, size=64, cache=False, transform=Double(Transforms("none")))
     return whole.subset(range(len(whole) - 1))
 
@@ -47,7 +47,7 @@ def network(**options):
         if isinstance(module, torch.nn.BatchNorm2d):
             module.momentum = 1.0
     with torch.no_grad():
-        net(images)  # statistics that fit, so that no channel is dead
+        net(images)  # running statistics of the data, so that no channel is dead
     return net.eval()
 
 
@@ -58,18 +58,18 @@ def run(out: Path, batch_size: int, name: str = "table.csv"):
     return result
 
 
-def main(out: str) -> None:
+def main(rank: int, out: Path) -> None:
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", init_method=f"file://{out}/store", rank=rank, world_size=2)
     try:
-        run(Path(out), 3, f"table-{os.environ['RANK']}.csv")
-        (Path(out) / f"numbers-{os.environ['RANK']}").write_text(
-            " ".join(str(number) for batch in image_batches(birds(4), 3) for number in batch.numbers)
-        )
+        run(out, 3, f"table-{rank}.csv")
+        numbers = [str(number) for batch in image_batches(birds(4), 3) for number in batch.numbers]
+        (out / f"numbers-{rank}").write_text(" ".join(numbers))
     finally:
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    # forked after the imports, which take longer than the survey
+    torch.multiprocessing.start_processes(main, (Path(sys.argv[1]),), nprocs=2, start_method="fork")

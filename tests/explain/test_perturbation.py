@@ -1,4 +1,4 @@
-"""Images changed until their covariance shows some of its eigenvalues: the losses, the walk, and what is left alone."""
+"""EigenPerturbation: the losses, the optimisation, what is not changed, and animations."""
 
 import copy
 import io
@@ -12,8 +12,8 @@ from rich.console import Console
 from torch import nn
 
 from eigengrain import output
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.explain import perturbation
-from eigengrain.explain.animation import film_frames, rgb_pixels, write_gif
 from eigengrain.explain.perturbation import (
     WINDOW,
     EigenPerturbation,
@@ -21,8 +21,8 @@ from eigengrain.explain.perturbation import (
     perturbation_loss,
     split_covariance,
 )
-from eigengrain.models.backbone import Backbone
-from eigengrain.models.layout import FeatureLayout
+from eigengrain.explain.plots import film_frames, rgb_pixels, write_gif
+from eigengrain.models.backbone import Backbone, FeatureLayout
 from eigengrain.models.model import CovarianceNet
 
 F64 = torch.float64
@@ -41,7 +41,7 @@ class Trunk(nn.Module):
         super().__init__()
         self.first = nn.Conv2d(3, 8, 3, stride=2, bias=False)
         self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
-        self.seen = []  # memory format of what came
+        self.seen = []  # whether inputs were channels_last
 
     def forward_features(self, x):
         self.seen.append(x.is_contiguous(memory_format=torch.channels_last))
@@ -90,7 +90,7 @@ def inner(a, b):
 # --- Eqs. 10 to 12 -------------------------------------------------------------------------------------------------
 
 
-def test_split_is_what_numpy_says():
+def test_the_split_agrees_with_numpy():
     p = torch.stack([psd(0), psd(1)])
     large, small = split_covariance(p, SPLIT)
     for k in range(2):
@@ -101,7 +101,7 @@ def test_split_is_what_numpy_says():
     assert (large @ small).abs().max() < 1e-13
 
 
-def test_rounding_is_no_small_eigenvalue():
+def test_rounding_does_not_count_as_a_small_eigenvalue():
     deficient = psd(0, spectrum=torch.tensor([3.0, 2.0, 1.0, 0.0, 0.0, 0.0], dtype=F64))
     assert (split_covariance(deficient, 3).small == 0).all()
     assert split_covariance(torch.zeros(2, 3, 3), 1).large.abs().max() == 0
@@ -109,11 +109,12 @@ def test_rounding_is_no_small_eigenvalue():
 
 @pytest.mark.parametrize("split", [0, -1, D, 206, 2.0, True, "4"])
 def test_split_must_fit(split):
-    with pytest.raises(ValueError, match=rf"from 1 to d − 1.* d = {D} .*split=5 keeps"):
+    with pytest.raises(ArgumentError) as caught:
         split_covariance(psd(0), split)
+    assert (caught.value.argument, caught.value.value) == ("split", split)
 
 
-def test_losses_are_the_printed_ones():
+def test_losses_agree_with_the_equations():
     m, (large, small) = torch.stack([psd(5), 3 * psd(6)]), split_covariance(torch.stack([psd(0), psd(1)]), SPLIT)
     for k in range(2):
         to_large, to_small = (np.linalg.norm((m[k] - p[k]).numpy(), "fro") ** 2 for p in (large, small))
@@ -122,10 +123,12 @@ def test_losses_are_the_printed_ones():
 
 
 def test_misspelt_direction():
-    with pytest.raises(ValueError, match=r"'larg'.*did you mean 'large'"):
+    with pytest.raises(UnknownName) as caught:
         perturbation_loss(psd(0), psd(1), psd(2), "larg")
-    with pytest.raises(ValueError, match="did you mean 'small'"):
+    assert caught.value.suggestions == ["large"]
+    with pytest.raises(UnknownName) as caught:
         EigenPerturbation(make()).perturb(photos(), "smal", split=SPLIT)
+    assert caught.value.suggestions == ["small"]
 
 
 # --- Proposition 1 -------------------------------------------------------------------------------------------------
@@ -141,7 +144,7 @@ def on_cone(m):
 
 
 def on_simplex(values):
-    """The nearest points with no negative entry and the sum 1, row by row, by bisection on the threshold."""
+    """Project rows onto the simplex (non-negative, sum 1), by bisection on the threshold."""
     low, high = values.amin(-1, keepdim=True) - 1, values.amax(-1, keepdim=True)
     for _ in range(100):
         middle = (low + high) / 2
@@ -166,7 +169,7 @@ def test_l2_is_linear_and_has_no_minimum():
     assert values[-1] < -1e6
 
 
-def test_of_one_norm_the_minimum_is_along_the_small_part():
+def test_for_a_fixed_norm_the_minimum_is_along_the_small_part():
     large, small = split_covariance(psd(0), SPLIT)
     assert torch.allclose(on_cone(small - large), small, atol=1e-13)  # the closed form: a projection …
     best = small / small.norm()
@@ -179,7 +182,7 @@ def test_of_one_norm_the_minimum_is_along_the_small_part():
     assert (m - best).norm(dim=(1, 2)).max() < 1e-10
 
 
-def test_of_one_trace_the_minimum_has_rank_one():
+def test_for_a_fixed_trace_the_minimum_has_rank_one():
     p = psd(0)
     large, small = split_covariance(p, SPLIT)
     u = torch.linalg.eigh(p).eigenvectors[:, D - SPLIT - 1]  # of λ_{t+1}, the largest within P_S
@@ -191,15 +194,15 @@ def test_of_one_trace_the_minimum_has_rank_one():
         values, vectors = torch.linalg.eigh(m - 0.2 * (large - small))
         m = (vectors * on_simplex(values).unsqueeze(-2)) @ vectors.mT
     assert (m - best).norm(dim=(1, 2)).max() < 1e-8
-    assert not torch.allclose(best, small / small.trace(), atol=0.1)  # another one than that of one norm
+    assert not torch.allclose(best, small / small.trace(), atol=0.1)  # not the minimum for a fixed norm
 
 
-# --- the walk ------------------------------------------------------------------------------------------------------
+# --- optimisation ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("toward", ["large", "small"])
 @pytest.mark.parametrize("blur", [0.0, 0.7])
-def test_one_step_goes_down_the_gradient(toward, blur):
+def test_one_step_descends_the_gradient(toward, blur):
     model, x, start = make(), photos(1), photos(1, seed=2)
     method = EigenPerturbation(model, optimiser="sgd", lr=1e-2, bounds=False, blur=blur)
     result = method.perturb(x, toward, SPLIT, steps=1, start=start)
@@ -261,7 +264,7 @@ def test_toward_large_comes_near_the_large_part():
     method = EigenPerturbation(make(), optimiser="sgd", lr=0.5)
     aim = split_covariance(method.covariance(x).detach(), SPLIT)
     near = method.perturb(x, "large", SPLIT, steps=60)
-    assert torch.allclose(near.losses[0], aim.small.square().sum((1, 2)))  # it starts next to its minimum
+    assert torch.allclose(near.losses[0], aim.small.square().sum((1, 2)))  # it starts near its minimum
     assert (near.losses.diff(dim=0) < 1e-12).all()
     assert (near.losses[-1] < 0.9 * near.losses[0]).all()
     far = EigenPerturbation(make(), lr=0.02).perturb(x, "large", SPLIT, steps=150, start=photos(3, seed=9))
@@ -269,10 +272,10 @@ def test_toward_large_comes_near_the_large_part():
     assert torch.allclose(far.losses[0], (method.covariance(photos(3, seed=9)) - aim.large).square().sum((1, 2)).detach())
 
 
-def test_the_rate_of_the_paper_first_leaves_the_minimum_of_l1():
+def test_the_learning_rate_of_the_paper_first_leaves_the_minimum_of_l1():
     result = EigenPerturbation(make()).perturb(photos(3), "large", SPLIT, steps=200)
-    assert (result.losses.amax(0) > 2 * result.losses[0]).all()  # as the documentation says …
-    assert (result.losses[-1] < 0.2 * result.losses[0]).all()  # … and comes back, nearer than it was
+    assert (result.losses.amax(0) > 2 * result.losses[0]).all()  # the first steps increase the loss …
+    assert (result.losses[-1] < 0.2 * result.losses[0]).all()  # … and then decrease it below the start
 
 
 def test_toward_small_leaves_the_large_part():
@@ -304,12 +307,12 @@ def test_bounds_are_valid_rgb():
         rgb = images * column(STD) + column(MEAN)
         assert rgb.min() > -1e-12
         assert rgb.max() < 1 + 1e-12
-    assert (held.images * column(STD) + column(MEAN)).max() > 1 - 1e-12  # the bounds were met
+    assert (held.images * column(STD) + column(MEAN)).max() > 1 - 1e-12  # some pixels are at the bounds
     free = EigenPerturbation(make(), lr=0.5, bounds=False).perturb(x, "small", SPLIT, steps=20)
     assert (free.images * column(STD) + column(MEAN)).abs().max() > 1.5
 
 
-def test_seed_determines_the_walk():
+def test_the_seed_determines_the_result():
     def run(seed, jitter=4):
         return EigenPerturbation(make(), seed=seed, jitter=jitter).perturb(photos(), "small", SPLIT, steps=8).images
 
@@ -317,7 +320,7 @@ def test_seed_determines_the_walk():
     assert torch.equal(run(1), run(1))
     assert not torch.allclose(run(1), run(2), atol=1e-3)
     assert torch.equal(run(1, jitter=0), run(2, jitter=0))
-    torch.manual_seed(3)  # make() seeds; nothing else may draw
+    torch.manual_seed(3)  # make() sets the seed; nothing else may draw random numbers
     make()
     after = torch.get_rng_state()
     run(1)
@@ -325,22 +328,25 @@ def test_seed_determines_the_walk():
     torch.set_rng_state(before)
 
 
-def test_blur_is_torchvisions():
-    from torchvision.transforms.functional import gaussian_blur as other
+def test_blur_agrees_with_scipy():
+    from scipy.ndimage import gaussian_filter
 
     x = torch.randn(2, 3, 13, 17, generator=generator(), dtype=F64)
     for sigma in (0.3, 1.0, 2.5):
-        size = 2 * int(np.ceil(3 * sigma)) + 1
-        assert torch.allclose(gaussian_blur(x, sigma), other(x, [size, size], [sigma, sigma]), atol=1e-13)
-    with pytest.raises(ValueError, match="too far for images of 13 × 17: use blur=4 or less"):
+        radius = int(np.ceil(3 * sigma))
+        expected = gaussian_filter(x.numpy(), sigma, mode="mirror", radius=radius, axes=(2, 3))
+        assert np.allclose(gaussian_blur(x, sigma).numpy(), expected, atol=1e-13)
+    with pytest.raises(ArgumentError) as caught:
         gaussian_blur(x, 4.5)
+    assert caught.value.argument == "blur"
+    assert gaussian_blur(x, 4.0).shape == x.shape
 
 
 # --- early ends, callbacks, snapshots ------------------------------------------------------------------------------
 
 
 def ends_at(losses, tolerance):
-    """The step after which an image is held, from the losses (steps,) of a walk without tolerance."""
+    """The step after which an image is held, from the losses (steps,) of a run without tolerance."""
     for step in range(2 * WINDOW, len(losses) + 1, WINDOW):
         old = losses[step - 2 * WINDOW : step - WINDOW].mean()
         new = losses[step - WINDOW : step].mean()
@@ -349,7 +355,7 @@ def ends_at(losses, tolerance):
     return len(losses)
 
 
-def test_images_are_held_when_their_loss_stands_still():
+def test_converged_images_are_held():
     x, method, tolerance = photos(3), EigenPerturbation(make(), lr=0.05), 0.02
     whole = method.perturb(x, "small", SPLIT, steps=260)
     result = method.perturb(x, "small", SPLIT, steps=260, tolerance=tolerance)
@@ -368,7 +374,7 @@ def test_images_are_held_when_their_loss_stands_still():
     assert not whole.converged.any()
 
 
-def give_back_false(step, losses):
+def return_false(step, losses):
     return step < 5
 
 
@@ -377,7 +383,7 @@ def raise_stop(step, losses):
         raise StopIteration
 
 
-@pytest.mark.parametrize("on_step", [give_back_false, raise_stop])
+@pytest.mark.parametrize("on_step", [return_false, raise_stop])
 def test_a_callback_can_stop(on_step):
     x, method = photos(), EigenPerturbation(make())
     result = method.perturb(x, "small", SPLIT, steps=12, snapshots=4, on_step=on_step)
@@ -398,8 +404,8 @@ def test_a_callback_sees_every_step():
     assert torch.equal(torch.stack([losses for _, losses in seen]), result.losses)
     assert not any(losses.requires_grad for _, losses in seen)
     assert not result.stopped
-    late = EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=5, on_step=give_back_false)
-    assert not late.stopped  # nothing was left to stop
+    late = EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=5, on_step=return_false)
+    assert not late.stopped  # the last step
 
 
 @pytest.mark.parametrize(
@@ -417,16 +423,17 @@ def test_snapshots_are_evenly_spaced(count, steps):
         assert torch.equal(result.snapshots[1], second.images)
 
 
-def test_no_snapshots_unless_asked():
+def test_no_snapshots_by_default():
     result = EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=2)
     assert result.snapshots is None
     assert result.snapshot_steps == ()
     for wrong in (-1, 4, 1.5):
-        with pytest.raises(ValueError, match=r"from 0 to steps \+ 1 = 3"):
+        with pytest.raises(ArgumentError) as caught:
             EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=2, snapshots=wrong)
+        assert caught.value.argument == "snapshots"
 
 
-# --- what is left alone --------------------------------------------------------------------------------------------
+# --- nothing else changes --------------------------------------------------------------------------------------------
 
 
 def picture_of(model):
@@ -444,14 +451,17 @@ def same(a, b):
 
 
 @pytest.mark.parametrize("failure", [None, "callback", "network"])
-def test_everything_is_left_as_it_was(failure, monkeypatch):
+def test_nothing_else_changes(failure, monkeypatch):
     model, x = make(), photos().requires_grad_()
     model.backbone.first.weight.requires_grad_(False)
     model.backbone.second.weight.grad = torch.full_like(model.backbone.second.weight, 7.0)
     before, values = picture_of(model), x.detach().clone()
 
+    class Failure(Exception):
+        pass
+
     def fail(step, losses):
-        raise RuntimeError("failed on purpose")
+        raise Failure
 
     if failure == "network":
         whole, calls = model.backbone.forward_features, []
@@ -463,7 +473,7 @@ def test_everything_is_left_as_it_was(failure, monkeypatch):
         monkeypatch.setattr(model.backbone, "forward_features", broken)
     run = {"split": SPLIT, "steps": 4, "tolerance": 0.1, "on_step": fail if failure == "callback" else None}
     if failure:
-        with pytest.raises(RuntimeError, match="on purpose"):
+        with pytest.raises(Failure):
             EigenPerturbation(model).perturb(x, "small", **run)
     else:
         assert not EigenPerturbation(model).perturb(x, "small", **run).images.requires_grad
@@ -479,9 +489,9 @@ def test_callers_without_gradients(context):
     model, x = make(), photos()
     expected = EigenPerturbation(model).perturb(x, "small", SPLIT, steps=3).images
     with context():
-        found = EigenPerturbation(model).perturb(x.clone(), "small", SPLIT, steps=3).images
+        actual = EigenPerturbation(model).perturb(x.clone(), "small", SPLIT, steps=3).images
         assert not torch.is_grad_enabled()
-    assert torch.equal(found, expected)
+    assert torch.equal(actual, expected)
 
 
 # --- precision and layout ------------------------------------------------------------------------------------------
@@ -489,10 +499,10 @@ def test_callers_without_gradients(context):
 
 def test_float32_image_of_a_float32_network():
     expected = EigenPerturbation(make(), lr=0.02).perturb(photos(), "small", SPLIT, steps=5)
-    found = EigenPerturbation(make(dtype=torch.float32), lr=0.02).perturb(photos(dtype=torch.float32), "small", SPLIT, 5)
-    assert found.images.dtype == torch.float32
-    assert found.losses.dtype == expected.losses.dtype == F64
-    assert torch.allclose(found.losses, expected.losses, rtol=1e-3)
+    actual = EigenPerturbation(make(dtype=torch.float32), lr=0.02).perturb(photos(dtype=torch.float32), "small", SPLIT, 5)
+    assert actual.images.dtype == torch.float32
+    assert actual.losses.dtype == expected.losses.dtype == F64
+    assert torch.allclose(actual.losses, expected.losses, rtol=1e-3)
 
 
 def test_half_precision_network_with_full_precision_loss():
@@ -514,11 +524,11 @@ def test_channels_last():
     expected = EigenPerturbation(model).perturb(x, "small", SPLIT, steps=4)
     assert not any(model.backbone.seen)
     model.backbone.seen.clear()
-    found = EigenPerturbation(model, channels_last=True).perturb(x, "small", SPLIT, steps=4, snapshots=2)
+    actual = EigenPerturbation(model, channels_last=True).perturb(x, "small", SPLIT, steps=4, snapshots=2)
     assert all(model.backbone.seen)
-    assert torch.allclose(found.images, expected.images, atol=1e-7)
-    assert found.images.is_contiguous()
-    assert torch.equal(found.snapshots[1], found.images)
+    assert torch.allclose(actual.images, expected.images, atol=1e-7)
+    assert actual.images.is_contiguous()
+    assert torch.equal(actual.snapshots[1], actual.images)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -536,25 +546,21 @@ def test_the_host_does_not_wait_for_the_device():
     assert result.losses.device.type == "cpu"
 
 
-# --- refusals and warnings -----------------------------------------------------------------------------------------
+# --- errors and warnings -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head", ["gap", "bcnn"])
-def test_heads_without_a_covariance(head):
-    with pytest.raises(ValueError, match=r"needs a model with a covariance head.*head='mpncov'"):
-        EigenPerturbation(make(head))
-
-
-def test_a_model_in_a_wrapper():
-    with pytest.raises(ValueError, match=r"takes a model of create_model, got DataParallel: take it out .*model\.module"):
-        EigenPerturbation(nn.DataParallel(make()))
+@pytest.mark.parametrize("model", [make("gap"), make("bcnn"), nn.DataParallel(make())])
+def test_models_that_do_not_fit(model):
+    with pytest.raises(ArgumentError) as caught:
+        EigenPerturbation(model)
+    assert caught.value.argument == "model"
 
 
 @pytest.mark.parametrize("head", ["isqrt", "logcov+seb", "mpncov+seb"])
 def test_every_covariance_head_has_the_same_covariance(head):
     x = photos()
-    found = EigenPerturbation(make(head)).perturb(x, "small", SPLIT, steps=2)
-    assert torch.equal(found.images, EigenPerturbation(make()).perturb(x, "small", SPLIT, steps=2).images)
+    actual = EigenPerturbation(make(head)).perturb(x, "small", SPLIT, steps=2)
+    assert torch.equal(actual.images, EigenPerturbation(make()).perturb(x, "small", SPLIT, steps=2).images)
 
 
 def test_without_reduction_the_map_itself_counts():
@@ -567,25 +573,25 @@ def test_without_reduction_the_map_itself_counts():
 def test_training_mode(part):
     model = make()
     model.get_submodule(part).train()
-    with pytest.raises(ValueError, match=r"training mode.*model\.eval\(\)"):
+    with pytest.raises(ArgumentError) as caught:
         EigenPerturbation(model).perturb(photos(), "small", SPLIT, steps=1)
+    assert caught.value.argument == "model"
 
 
 @pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"optimiser": "adem"}, "did you mean 'adam'"),
-        ({"lr": 0}, "lr must be a number above 0"),
-        ({"lr": float("nan")}, "lr must be"),
-        ({"jitter": 1.5}, "jitter must be a whole number"),
-        ({"jitter": -1}, "jitter must be"),
-        ({"blur": -0.1}, "blur must be"),
-        ({"amp": torch.float16}, "too small for float16"),
-    ],
+    ("argument", "value"),
+    [("lr", 0), ("lr", float("inf")), ("jitter", 1.5), ("jitter", -1), ("blur", -0.1), ("amp", torch.float16)],
 )
-def test_options_out_of_range(options, message):
-    with pytest.raises(ValueError, match=message):
-        EigenPerturbation(make(), **options)
+def test_options_out_of_range(argument, value):
+    with pytest.raises(ArgumentError) as caught:
+        EigenPerturbation(make(), **{argument: value})
+    assert (caught.value.argument, caught.value.value) == (argument, value)
+
+
+def test_unknown_optimiser():
+    with pytest.raises(UnknownName) as caught:
+        EigenPerturbation(make(), optimiser="adem")
+    assert caught.value.suggestions == ["adam"]
 
 
 def spoilt(value):
@@ -595,55 +601,56 @@ def spoilt(value):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    ("argument", "value"),
     [
-        ({"split": 206}, f"d = {D} eigenvalues, got 206: split=5"),
-        ({"split": 0}, "from 1 to d − 1"),
-        ({"steps": 0}, "steps must be a whole number of at least 1"),
-        ({"tolerance": -1.0}, "tolerance must be"),
-        ({"x": photos()[0]}, r"must be images \(B, 3, H, W\).*unsqueeze"),
-        ({"x": photos()[:0]}, "must be images"),
-        ({"x": (photos() * 100).to(torch.uint8)}, "floating-point"),
-        ({"x": spoilt(torch.nan)}, r"NaN or infinity in images \[1\]"),
-        ({"x": spoilt(4.0)}, "outside of valid RGB.*bounds=False"),
-        ({"x": photos() * 255}, "outside of valid RGB"),
-        ({"start": photos(1)}, "shape of x"),
-        ({"start": photos() * 255}, "start has values"),
+        ("split", 206),
+        ("split", 0),
+        ("steps", 0),
+        ("tolerance", -1.0),
+        ("x", photos()[0]),
+        ("x", photos()[:0]),
+        ("x", spoilt(torch.nan)),
+        ("x", spoilt(4.0)),
+        ("x", photos() * 255),
+        ("start", photos(1)),
+        ("start", photos() * 255),
     ],
 )
-def test_arguments_out_of_range(arguments, message):
-    arguments = {"x": photos(), "toward": "small", "split": SPLIT, "steps": 2} | arguments
-    with pytest.raises(ValueError, match=message):
+def test_arguments_out_of_range(argument, value):
+    arguments = {"x": photos(), "toward": "small", "split": SPLIT, "steps": 2} | {argument: value}
+    with pytest.raises(ArgumentError) as caught:
         EigenPerturbation(make()).perturb(**arguments)
+    assert caught.value.argument == argument
 
 
-def test_a_model_that_does_not_say_its_mean():
+def test_images_must_be_floating_point():
+    with pytest.raises(ValueError):
+        EigenPerturbation(make()).perturb((photos() * 100).to(torch.uint8), "small", SPLIT, steps=1)
+
+
+def test_a_model_without_a_mean():
     model = make()
     del model.pretrained_cfg["mean"]
-    with pytest.raises(ValueError, match=r"set model\.pretrained_cfg\['mean'\]"):
+    with pytest.raises(ArgumentError) as caught:
         EigenPerturbation(model)
+    assert "mean" in caught.value.remedy
 
 
-def test_short_rank_is_said():
+def test_an_empty_small_part_is_warned_about():
     x = photos(side=5)  # 2 × 2 positions: rank 3 at most
-    with pytest.warns(UserWarning, match="P_S is 0 in 2 of 2 images.*no more than 4 eigenvalues"):
+    with pytest.warns(UserWarning, match="P_S is 0 in 2 of 2 images"):
         EigenPerturbation(make()).perturb(x, "small", SPLIT, steps=1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=1)
 
 
-def test_divergence_is_said(monkeypatch):
-    monkeypatch.setattr(torch, "tanh", lambda x: x)  # a network without limits
+def test_divergence_is_warned_about(monkeypatch):
+    monkeypatch.setattr(torch, "tanh", lambda x: x)  # an unbounded network
     method = EigenPerturbation(make(), optimiser="sgd", lr=1e100, bounds=False)
-    with pytest.warns(UserWarning, match=r"images \[0, 1\] is not finite from step \d+ on: use a smaller lr"):
+    with pytest.warns(UserWarning, match=r"images \[0, 1\] is not finite"):
         result = method.perturb(photos(), "small", SPLIT, steps=4)
     assert result.steps_taken == 4
-
-
-def test_what_diverges_does_not_converge(monkeypatch):
-    monkeypatch.setattr(torch, "tanh", lambda x: x)
-    method = EigenPerturbation(make(), optimiser="sgd", lr=1e100, bounds=False)
     with pytest.warns(UserWarning, match="is not finite"):
         result = method.perturb(photos(), "small", SPLIT, steps=2 * WINDOW, tolerance=0.5)
     assert result.losses[-1].isnan().all()
@@ -654,13 +661,14 @@ def test_bar_is_shown_on_a_terminal_by_the_first_process(monkeypatch):
     def shown(progress=True):
         text = io.StringIO()
         console = Console(file=text, force_terminal=True)
-        monkeypatch.setattr(output, "progress", lambda: console)
+        monkeypatch.setattr(output, "stderr_console", lambda: console)
         EigenPerturbation(make()).perturb(photos(), "small", SPLIT, steps=3, progress=progress)
         return text.getvalue()
 
     assert "toward small" in shown()
     assert shown(progress=False) == ""
     monkeypatch.setattr(perturbation.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(perturbation.dist, "get_world_size", lambda: 2)
     monkeypatch.setattr(perturbation.dist, "get_rank", lambda: 1)
     assert shown() == ""
     monkeypatch.setattr(perturbation.dist, "get_rank", lambda: 0)
@@ -675,7 +683,7 @@ def test_pixels_are_the_original_ones():
     normalised = (rgb.to(F64) / 255 - column(MEAN)) / column(STD)
     assert torch.equal(rgb_pixels(normalised, MEAN, STD), rgb)
     assert torch.equal(rgb_pixels(normalised.float()[0], MEAN, STD), rgb[0])
-    with pytest.raises(ValueError, match=r"\(\*, 3, H, W\)"):
+    with pytest.raises(ArgumentError):
         rgb_pixels(normalised[:, :2], MEAN, STD)
 
 
@@ -691,20 +699,23 @@ def test_gif(tmp_path, batch, columns, size):
             film.seek(k)
             assert film.info["duration"] == (1500 if k == 4 else 200)
             stored = np.asarray(film.convert("RGB")).astype(int)
-            assert np.abs(stored - np.asarray(frame).astype(int)).mean() < 6  # 256 colours a frame
-    edge = 0 if batch == 1 else 2  # between images of a batch
+            assert np.abs(stored - np.asarray(frame).astype(int)).mean() < 6  # 256 colours per frame
+    edge = 0 if batch == 1 else 2  # padding between the images of a batch
     corner = np.asarray(frames[0])[edge : edge + SIDE, edge : edge + SIDE]
     assert np.array_equal(corner.transpose(2, 0, 1), rgb_pixels(photos(batch)[0], MEAN, STD).numpy())
 
 
-def test_gif_refuses(tmp_path):
+def test_animations_that_cannot_be_written(tmp_path):
     method = EigenPerturbation(make())
     result = method.perturb(photos(), "small", SPLIT, steps=2, snapshots=2)
-    with pytest.raises(ValueError, match=r"written as \.gif"):
-        write_gif(result, tmp_path / "film.mp4")
-    with pytest.raises(ValueError, match=r"at least 0\.02"):
-        write_gif(result, tmp_path / "film.gif", seconds_per_frame=0.0)
-    with pytest.raises(ValueError, match="columns"):
-        film_frames(result, 0)
-    with pytest.raises(ValueError, match="call perturb with snapshots"):
-        film_frames(method.perturb(photos(), "small", SPLIT, steps=1))
+    empty = method.perturb(photos(), "small", SPLIT, steps=1)
+    for argument, write in {
+        "path": lambda: write_gif(result, tmp_path / "film.mp4"),
+        "seconds_per_frame": lambda: write_gif(result, tmp_path / "film.gif", seconds_per_frame=0.0),
+        "hold": lambda: write_gif(result, tmp_path / "film.gif", hold=0.0),
+        "columns": lambda: film_frames(result, 0),
+        "result": lambda: film_frames(empty),
+    }.items():
+        with pytest.raises(ArgumentError) as caught:
+            write()
+        assert caught.value.argument == argument

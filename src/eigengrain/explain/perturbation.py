@@ -1,106 +1,89 @@
-"""EigenPerturbation: images changed, weights frozen, until their covariance holds large or small eigenvalues alone."""
+"""EigenPerturbation: change an image, with frozen weights, toward the large or the small eigenvalues of its covariance."""
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
-from eigengrain.errors import UnknownName
+from eigengrain import _torchvision  # noqa: F401  isort: skip
+from torchvision.transforms import functional as F
+
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional import covariance, eigh
+from eigengrain.functional.eigen import zero_rounding
 from eigengrain.functional.inputs import check_floating, check_square, output_dtype
 from eigengrain.functional.subsets import small_part
-from eigengrain.heads import CovarianceHead
+from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet
+from eigengrain.models.model import check_unwrapped
+from eigengrain.names import DIRECTIONS
 from eigengrain.progress import progress_bar
 
-TOWARD = ("large", "small")
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {"adam": torch.optim.Adam, "sgd": torch.optim.SGD}
 
-#: steps whose losses are averaged before two averages are compared, so that an oscillating loss is seen to stand still
+#: steps per window: the mean losses of two windows are compared, so that an oscillating loss counts as converged
 WINDOW = 20
 
-#: values so far outside of 0 to 1 (in RGB) are the rounding of half precision; what is further was not normalised
+#: values this far outside 0 to 1 (in RGB) are rounding of half precision; larger ones mean that x is not normalised
 _SLACK = 0.01
 
+#: called with the number of updates and the losses (B,)
 OnStep = Callable[[int, Tensor], bool | None]
 
 
 class SplitCovariance(NamedTuple):
-    """P as the sum of what its largest and its smallest eigenvalues hold (Eq. 10), each (*, d, d)."""
+    """The parts of a covariance with its largest and its smallest eigenvalues, (*, d, d)."""
 
     large: Tensor
     small: Tensor
 
 
 def split_covariance(P: Tensor, split: int) -> SplitCovariance:
-    r"""A covariance parted by its eigenvalues (Eq. 10).
+    r"""Split a covariance by its eigenvalues (Eq. 10).
 
     .. math:: P_L = U \Lambda_L U^T, \quad P_S = U \Lambda_S U^T, \qquad
        \Lambda_L = (\lambda_1, …, \lambda_t, 0, …, 0), \quad \Lambda_S = (0, …, 0, \lambda_{t+1}, …, \lambda_d)
 
-    Eigenvalues up to :math:`d\,\varepsilon\,\lambda_1` are rounding and count as 0. No gradient is recorded.
-
-    Args:
-        P: (*, d, d), symmetric positive semi-definite.
-        split: t, the number of eigenvalues that count as large.
-
-    Raises:
-        ValueError: if the shape is not square, or ``split`` is not within 1 … d − 1.
+    P is (*, d, d), symmetric positive semi-definite, and ``split`` is t. Eigenvalues up to
+    :math:`d\,\varepsilon\,\lambda_1` are rounding and count as 0. No gradient is recorded.
 
     Example:
         >>> split_covariance(torch.diag(torch.tensor([1.0, 4.0, 2.0])), 1).small.diagonal()
         tensor([1., 0., 2.])
     """
-    check_square(P, "split_covariance")
+    check_square(P)
     d = P.shape[-1]
-    if isinstance(split, bool) or not isinstance(split, int) or not 1 <= split < d:
-        remedy = f"split={d - small_part(d)} keeps about the paper's share, 206 of 256" if d > 1 else "use more channels"
-        raise ValueError(
-            f"split must be a whole number from 1 to d − 1, where the covariance has d = {d} eigenvalues, got {split!r}: "
-            f"{remedy}"
-        )
+    if type(split) is not int or not 1 <= split < d:
+        remedy = f"{d - small_part(d)} is about the paper's share, 206 of 256" if d > 1 else "use more channels"
+        raise ArgumentError("split", f"must be an integer from 1 to {d - 1} for {d} eigenvalues", split, remedy)
     values, vectors = eigh(P.detach())
-    values = torch.where(values > d * torch.finfo(values.dtype).eps * values[..., :1], values, 0.0)
+    values = zero_rounding(values)
     parts = (vectors * values.unsqueeze(-2)).split([split, d - split], -1)
     rows = vectors.mT.split([split, d - split], -2)
     return SplitCovariance(*(part @ row for part, row in zip(parts, rows, strict=True)))
 
 
 def perturbation_loss(M: Tensor, P_L: Tensor, P_S: Tensor, toward: str) -> Tensor:
-    r"""What an image is changed by: :math:`l_1` (Eq. 11) for ``large``, :math:`l_2` (Eq. 12) for ``small``.
+    r"""The loss that an image is changed by: :math:`l_1` (Eq. 11) for ``large``, :math:`l_2` (Eq. 12) for ``small``.
 
     .. math:: l_1 = \|M - P_L\|_F^2, \qquad
        l_2 = -\|M - P_L\|_F^2 + \|M - P_S\|_F^2
            = 2\langle M, P_L - P_S\rangle - \|P_L\|_F^2 + \|P_S\|_F^2
 
-    The last form (Eq. 13) is evaluated: nothing cancels in it, and it shows that :math:`l_2` is linear in M.
-
-    Args:
-        M: covariance of the image, (*, d, d).
-        P_L: what to approach for ``large`` and to leave for ``small``, (*, d, d).
-        P_S: what to approach for ``small``; not used for ``large``.
-        toward: ``large`` or ``small``.
-
-    Returns:
-        one number a matrix, (*).
-
-    Raises:
-        ValueError: for another ``toward``, with the near match.
+    The last form (Eq. 13) is evaluated: it does not cancel, and it shows that :math:`l_2` is linear in M. The matrices are
+    (*, d, d), and the result is (*).
 
     Example:
         >>> large, small = torch.diag(torch.tensor([3.0, 0.0])), torch.diag(torch.tensor([0.0, 1.0]))
         >>> perturbation_loss(large + small, large, small, "large"), perturbation_loss(small, large, small, "small")
         (tensor(1.), tensor(-10.))
     """
-    if toward not in TOWARD:
-        raise UnknownName("direction toward", toward, TOWARD)
+    _check_direction(toward)
     if toward == "large":
         return (M - P_L).square().sum((-2, -1))
     constant = P_S.square().sum((-2, -1)) - P_L.square().sum((-2, -1))
@@ -108,168 +91,111 @@ def perturbation_loss(M: Tensor, P_L: Tensor, P_S: Tensor, toward: str) -> Tenso
 
 
 def gaussian_blur(images: Tensor, sigma: float) -> Tensor:
-    """Images (B, C, H, W) blurred by a Gaussian of ``sigma`` pixels, cut at 3σ and mirrored at the border; 0 does nothing.
-
-    Raises:
-        ValueError: if 3σ reaches across the image, so that the border has nothing to mirror.
-
-    Example:
-        >>> line = torch.zeros(1, 1, 5, 5).index_fill(3, torch.tensor(2), 1000.0)
-        >>> gaussian_blur(line, 0.5)[0, 0, 0].round()
-        tensor([  1., 106., 787., 106.,   1.])
-    """
+    """Blur images (B, C, H, W) with a Gaussian of ``sigma`` pixels, cut at 3σ, with reflected borders; 0 has no effect."""
     if sigma == 0:
         return images
-    radius, channels = math.ceil(3 * sigma), images.shape[1]
-    if radius >= min(images.shape[-2:]):
-        raise ValueError(
-            f"a blur of {sigma:g} pixels reaches {radius} to each side, too far for images of {images.shape[-2]} × "
-            f"{images.shape[-1]}: use blur={(min(images.shape[-2:]) - 1) / 3:.3g} or less"
-        )
-    offsets = torch.arange(-radius, radius + 1, dtype=images.dtype, device=images.device)
-    weights = torch.softmax(-(offsets**2) / (2 * sigma**2), 0).expand(channels, 1, 1, -1)
-    images = F.pad(images, (radius,) * 4, mode="reflect")
-    return F.conv2d(F.conv2d(images, weights, groups=channels), weights.mT, groups=channels)
+    radius, shorter = math.ceil(3 * sigma), min(images.shape[-2:])
+    if radius >= shorter:
+        raise ArgumentError("blur", f"must be at most {(shorter - 1) / 3:.3g} for images of {shorter} pixels", sigma)
+    # one axis after the other: torchvision's own kernel is a square, with many more products
+    return F.gaussian_blur(F.gaussian_blur(images, [2 * radius + 1, 1], [sigma]), [1, 2 * radius + 1], [sigma])
 
 
 @dataclass(frozen=True, eq=False)
 class Perturbed:
-    """What became of a batch of images. All images in it are in normalised pixels, see :class:`EigenPerturbation`.
+    """Result of :meth:`EigenPerturbation.perturb`. All images are in normalised pixels, see :class:`EigenPerturbation`.
 
-    Attributes:
-        images: (B, 3, H, W), on the device of the model.
-        losses: (steps_taken, B), float64, on the CPU; row k is the loss before update k + 1, so row 0 is that of the start.
-        snapshots: (k, B, 3, H, W) on the CPU, or None if none were asked for.
-        snapshot_steps: the number of updates that each snapshot has had; the last is ``steps_taken``.
-        toward: ``large`` or ``small``.
-        split: eigenvalues that counted as large.
-        steps_taken: updates made.
-        stopped: whether ``on_step`` ended the work before its time.
-        converged: (B,), on the CPU: which images were held still because their loss no longer changed; all False without
-            ``tolerance``.
-        mean: of red, green and blue, that brings the images back to RGB: ``images * std + mean``.
-        std: the same for the standard deviation.
+    ``images * std + mean`` is RGB from 0 to 1. Tensors other than ``images`` are on the CPU.
     """
 
-    images: Tensor
-    losses: Tensor
-    snapshots: Tensor | None
-    snapshot_steps: tuple[int, ...]
+    images: Tensor  #: (B, 3, H, W)
+    losses: Tensor  #: (steps_taken, B), float64; row k is the loss before update k + 1, so row 0 is that of the start
+    snapshots: Tensor | None  #: (k, B, 3, H, W)
+    snapshot_steps: tuple[int, ...]  #: number of updates before each snapshot; the last is steps_taken
     toward: str
     split: int
     steps_taken: int
-    stopped: bool
-    converged: Tensor
+    stopped: bool  #: whether on_step stopped before the last step
+    converged: Tensor  #: (B,): images that were held because their loss no longer changed; all False without tolerance
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
+@dataclass(eq=False, repr=False)
 class EigenPerturbation:
-    r"""Changes an image, with the weights frozen, until its covariance shows the large or the small eigenvalues alone.
+    r"""Change an image, with frozen weights, until its covariance shows only the large or the small eigenvalues.
 
-    With :math:`P = P_L + P_S` the covariance of the original image's features, parted after its largest t eigenvalues,
-    and M that of the changed image, every step goes down the gradient in the pixels of
+    With :math:`P = P_L + P_S` the covariance of the features of the original image, split after its largest t eigenvalues,
+    and M the covariance of the changed image, every step descends the gradient with respect to the pixels of
 
     .. math:: l_1 = \|M - P_L\|_F^2 \ \text{(toward large)}, \qquad
        l_2 = -\|M - P_L\|_F^2 + \|M - P_S\|_F^2 \ \text{(toward small)}
 
-    (Eqs. 10–12). P and M are what the head itself pools: the covariance of its reduced map, before any normalisation. The
-    images of a batch do not meet: each has a loss of its own, and a batch gives what its images give one by one.
+    (Eqs. 10–12). P and M are computed from the reduced map of the head, before any normalisation. The images of a batch are
+    independent: each has its own loss, and a batch gives the same result as its images one by one.
 
-    **What Proposition 1 can mean.** :math:`l_2 = 2\langle M, P_L - P_S\rangle + C` is linear in M. So (1) over all
-    covariances it has no minimum: :math:`M = c P_S` lowers it without end as c grows. (2) Over positive semi-definite M of
-    one norm :math:`\|M\|_F` the minimum is at :math:`M \propto P_S`, because :math:`P_S` is the projection of
-    :math:`P_S - P_L` on that cone; this is the proposition's statement. (3) Over those of one trace it is at
-    :math:`M \propto u_{t+1} u_{t+1}^T`, of rank one. No network makes every M; what holds :math:`l_2` in practice are
-    the bounds of the pixels, which are therefore on by default.
+    :math:`l_2` is linear in M and has no minimum over all covariances (see the page *Mathematics* of the documentation). In
+    practice the range of the pixels bounds it, so that ``bounds`` is on by default.
 
-    **What the paper leaves open**, and what is done here. The *optimiser* is not named: Adam by default, whose steps do not
-    depend on the scale of the features, as those of SGD do. The *pixels* that a rate of 0.1 is measured in are the
-    normalised ones that the network sees, (RGB − mean)/std with mean and std of ``model.pretrained_cfg``: about 6 of 256
-    grey levels. The *start* is the image itself ("perturb the input images"). There M = P, so that
-    :math:`l_1 = \|P_S\|_F^2` is next to its minimum 0 before anything is done, and the first steps of 0.1 lead far away
-    before later ones come back: look at ``losses``. To see what :math:`P_L` holds by itself, give another ``start``;
-    to stay near the image, a smaller ``lr``.
-
-    Args:
-        model: in evaluation mode, with a covariance head. Nothing of it is changed: no mode, hook, ``requires_grad`` or
-            ``grad``.
-        optimiser: ``adam`` or ``sgd``, with torch's other defaults.
-        lr: learning rate in normalised pixels; the paper has 0.1.
-        bounds: hold the pixels within valid RGB after every step.
-        jitter: shift the image by up to so many pixels in each direction, cyclically, anew at every step; one shift serves
-            the whole batch. Patterns of single pixels then do not pay.
-        blur: standard deviation, in pixels, of a Gaussian that smooths the gradient. The image itself is never blurred, as
-            every step would then take away some of its own detail.
-        seed: of the shifts.
-        amp: ``torch.bfloat16`` runs the network in autocast; the covariance and the loss are in float64 outside of it.
-            P is rounded as M is, so they compare, but small eigenvalues feel it: on one ResNet-50, P changed by 2 %
-            and :math:`P_S` by a third.
-        channels_last: memory format of the images.
-
-    Raises:
-        ValueError: if the head has no covariance or an option is out of its range.
+    **What the paper leaves open.** The *optimiser* is not named: Adam is the default, because its steps, unlike those of
+    SGD, do not depend on the scale of the features. The *pixels* in which a learning rate of 0.1 is measured are the
+    normalised ones, (RGB − mean)/std with mean and std of ``model.pretrained_cfg``: 0.1 is about 6 of 256 grey levels. The
+    *start* is the image itself, where :math:`l_1 = \|P_S\|_F^2` is near its minimum 0: the first steps of 0.1 increase it
+    before later ones decrease it. To see :math:`P_L` by itself, pass another ``start``; to stay near the image, use a
+    smaller ``lr``.
 
     Example:
         >>> from eigengrain.models import create_model
-        >>> _ = torch.manual_seed(0)
-        >>> model = create_model("resnet18", head="mpncov", num_classes=2, reduce=8).eval()
-        >>> photo = torch.rand(1, 3, 128, 128)
-        >>> result = EigenPerturbation(model).perturb(photo, toward="small", split=5, steps=3, snapshots=2)
+        >>> model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4).eval()
+        >>> photo = torch.rand(1, 3, 96, 96)
+        >>> result = EigenPerturbation(model).perturb(photo, toward="small", split=3, steps=3, snapshots=2)
         >>> result.losses.shape, result.snapshots.shape, result.snapshot_steps
-        (torch.Size([3, 1]), torch.Size([2, 1, 3, 128, 128]), (0, 3))
+        (torch.Size([3, 1]), torch.Size([2, 1, 3, 96, 96]), (0, 3))
     """
 
-    def __init__(
-        self,
-        model: CovarianceNet,
-        *,
-        optimiser: str = "adam",
-        lr: float = 0.1,
-        bounds: bool = True,
-        jitter: int = 0,
-        blur: float = 0.0,
-        seed: int = 0,
-        amp: torch.dtype | None = None,
-        channels_last: bool = False,
-    ):
-        head = getattr(model, "head", None)
-        if head is None:
-            raise ValueError(
-                f"EigenPerturbation takes a model of create_model, got {type(model).__name__}: take it out of what was put "
-                "around it (model.module of DistributedDataParallel)"
-            )
-        if not isinstance(head, CovarianceHead):
-            raise ValueError(
-                f"EigenPerturbation needs a model with a covariance head, got {type(head).__name__}, which has none: "
-                "create the model with head='mpncov', 'isqrt' or 'logcov', with or without '+seb'"
-            )
-        if optimiser not in OPTIMISERS:
-            raise UnknownName("optimiser", optimiser, OPTIMISERS)
-        if not (lr > 0 and math.isfinite(lr)):
-            raise ValueError(f"lr must be a number above 0, got {lr!r}")
-        if isinstance(jitter, bool) or not isinstance(jitter, int) or jitter < 0:
-            raise ValueError(f"jitter must be a whole number of pixels, 0 for none, got {jitter!r}")
-        if not (blur >= 0 and math.isfinite(blur)):
-            raise ValueError(f"blur must be a number of pixels, 0 for none, got {blur!r}")
-        if amp not in (None, torch.bfloat16):
-            raise ValueError(
-                f"amp must be None or torch.bfloat16, got {amp!r}: the gradients of pixels are too small for float16"
-            )
+    model: CovarianceNet  #: in eval mode, with a SpectralHead; no mode, hook, ``requires_grad`` or ``grad`` is changed
+    _: KW_ONLY
+    optimiser: str = "adam"  #: ``adam`` or ``sgd``, with torch's other defaults
+    lr: float = 0.1  #: learning rate in normalised pixels, as in the paper
+    bounds: bool = True  #: clip the pixels to valid RGB after every step
+    #: largest cyclic shift of the image in pixels, drawn for each step; it suppresses patterns of single pixels
+    jitter: int = 0
+    #: standard deviation in pixels of a Gaussian that smooths the gradient; the image is not blurred and keeps its detail
+    blur: float = 0.0
+    seed: int = 0  #: seed of the shifts
+    #: ``torch.bfloat16`` runs the network in autocast; covariance and loss stay in float64. P is rounded like M, but small
+    #: eigenvalues are affected: on one ResNet-50, P changed by 2 % and :math:`P_S` by a third
+    amp: torch.dtype | None = None
+    channels_last: bool = False  #: memory format of the images
+
+    def __post_init__(self) -> None:
+        check_unwrapped(self.model)
+        if not isinstance(self.model.head, SpectralHead):
+            problem = f"must have a head with a covariance, not {type(self.model.head).__name__}"
+            remedy = "create it with head='mpncov', 'isqrt' or 'logcov', with or without '+seb'"
+            raise ArgumentError("model", problem, remedy=remedy)
+        if self.optimiser not in OPTIMISERS:
+            raise UnknownName("optimiser", self.optimiser, OPTIMISERS)
+        if not (self.lr > 0 and math.isfinite(self.lr)):
+            raise ArgumentError("lr", "must be a positive number", self.lr)
+        if type(self.jitter) is not int or self.jitter < 0:
+            raise ArgumentError("jitter", "must be a non-negative integer", self.jitter)
+        if not (self.blur >= 0 and math.isfinite(self.blur)):
+            raise ArgumentError("blur", "must be a non-negative number", self.blur)
+        if self.amp not in (None, torch.bfloat16):
+            raise ArgumentError("amp", "must be None or torch.bfloat16; gradients of pixels underflow in float16", self.amp)
+        cfg = self.model.pretrained_cfg
         for name in ("mean", "std"):
-            if name not in model.pretrained_cfg:
-                raise ValueError(f"the model does not say the {name} of its pixels: set model.pretrained_cfg[{name!r}]")
-        self.model = model
-        self.optimiser, self.lr, self.bounds, self.jitter, self.blur = optimiser, lr, bounds, jitter, blur
-        self.seed, self.amp, self.channels_last = seed, amp, channels_last
-        self.mean: tuple[float, ...] = tuple(model.pretrained_cfg["mean"])
-        self.std: tuple[float, ...] = tuple(model.pretrained_cfg["std"])
+            if name not in cfg:
+                raise ArgumentError("model", f"has no {name} of the pixels", remedy=f"set model.pretrained_cfg[{name!r}]")
+        self.mean: tuple[float, ...] = tuple(cfg["mean"])
+        self.std: tuple[float, ...] = tuple(cfg["std"])
 
     def covariance(self, images: Tensor) -> Tensor:
-        """Covariance (B, d, d) of the head's reduced features, float64, differentiable: M, or P of an original image."""
+        """Covariance (B, d, d) of the reduced features, float64, differentiable: M, or P for an original image."""
         weight = next(self.model.parameters())
         if images.device != weight.device:
-            raise ValueError(f"the images are on {images.device} and the model on {weight.device}: move one with .to(…)")
+            raise ArgumentError("x", f"must be on the device of the model, {weight.device}, not on {images.device}")
         with torch.autocast(images.device.type, dtype=self.amp, enabled=self.amp is not None):
             features = self.model.head.reduce(self.model.forward_features(images.to(weight.dtype)))
         # MPS has no float64
@@ -287,71 +213,55 @@ class EigenPerturbation:
         on_step: OnStep | None = None,
         start: Tensor | None = None,
     ) -> Perturbed:
-        """Change images so that their covariance goes toward its large or its small eigenvalues.
+        """Change images so that their covariance approaches its large or its small eigenvalues.
 
         Args:
-            x: images (B, 3, H, W), normalised as the model wants them; they are not changed.
-            toward: ``large`` for :math:`P_L`, ``small`` for :math:`P_S` and away from :math:`P_L`.
-            split: eigenvalues that count as large; the paper has 206 of 256.
-            steps: updates at most.
-            tolerance: hold an image still once its loss, averaged over 20 steps, differs from the average of the 20 before
-                by no more than this part of the larger one; when all are held, the work ends. None makes all steps.
-            snapshots: images kept on the way, at evenly spaced steps from the start to the end (1: the end alone).
-            progress: show a bar, on the first process and on a terminal only.
-            on_step: called after every update with the number of updates made and the losses (B,) before it, which are on
-                the device: to read them there waits for it. It ends the work by returning False or raising StopIteration.
-            start: images of x's shape to start from, in place of x, whose covariance stays the aim.
-
-        Returns:
-            the images, their losses and the snapshots, also after an early end.
-
-        Raises:
-            ValueError: if the model is in training mode, x is no batch of normalised images, ``toward`` is unknown,
-                ``split`` is not within 1 … d − 1, or a number is out of its range.
+            x: images (B, 3, H, W), normalised for the model; they are not changed in place.
+            toward: ``large`` for :math:`P_L`; ``small`` for :math:`P_S` and away from :math:`P_L`.
+            split: number of eigenvalues that count as large; 206 of 256 in the paper.
+            steps: largest number of updates.
+            tolerance: stop changing an image if the mean loss of 20 steps differs from that of the 20 steps before by at
+                most this fraction; return when no image changes any more. None makes all steps.
+            snapshots: number of copies to keep at evenly spaced steps from start to end; 1 keeps the end only.
+            progress: show a progress bar, on the first process and on a terminal only.
+            on_step: called after every update with the number of updates and the losses (B,) before it, on the device.
+                Returning False or raising StopIteration ends the loop.
+            start: images to start from instead of x, with the shape of x. The target is still the covariance of x.
         """
-        self._check_evaluation_mode()
+        self._check_eval_mode()
         x = self._check_images(x, "x")
         begin = x if start is None else self._check_images(start, "start")
         if begin.shape != x.shape:
-            raise ValueError(f"start must have the shape of x, {tuple(x.shape)}, got {tuple(begin.shape)}")
-        if toward not in TOWARD:
-            raise UnknownName("direction toward", toward, TOWARD)
-        if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
-            raise ValueError(f"steps must be a whole number of at least 1, got {steps!r}")
+            raise ArgumentError("start", f"must have the shape of x, {tuple(x.shape)}", tuple(begin.shape))
+        _check_direction(toward)
+        if type(steps) is not int or steps < 1:
+            raise ArgumentError("steps", "must be an integer of at least 1", steps)
         if tolerance is not None and not tolerance >= 0:
-            raise ValueError(f"tolerance must be None or a number of at least 0, got {tolerance!r}")
-        film = _Film(steps, snapshots)
-        # whatever the caller switched off: a gradient is what this is about
-        with torch.inference_mode(False), torch.enable_grad():
-            return self._walk(x, begin, toward, split, steps, tolerance, film, progress, on_step)
-
-    def _walk(
-        self,
-        x: Tensor,
-        begin: Tensor,
-        toward: str,
-        split: int,
-        steps: int,
-        tolerance: float | None,
-        film: "_Film",
-        progress: bool,
-        on_step: OnStep | None,
-    ) -> Perturbed:
-        with torch.no_grad():
-            aim = split_covariance(self.covariance(self._own(x)), split)
-        _warn_of_empty_part(aim, split)
-        image = self._own(begin).requires_grad_()
-        optimiser = OPTIMISERS[self.optimiser]([image], lr=self.lr)
-        low, high = self._limits(image)
-        moving = torch.ones(len(image), dtype=torch.bool, device=image.device)
-        trace: list[Tensor] = []  # stays on the device: to look at a loss at every step would make the device wait
+            raise ArgumentError("tolerance", "must be None or a non-negative number", tolerance)
+        if type(snapshots) is not int or not 0 <= snapshots <= steps + 1:
+            raise ArgumentError("snapshots", f"must be an integer from 0 to {{steps}} + 1 = {steps + 1}", snapshots)
+        planned = {round(k * steps / (snapshots - 1)) for k in range(snapshots)} if snapshots > 1 else set()
+        frames: dict[int, Tensor] = {}  # on the CPU, so that they do not fill the device
+        trace: list[Tensor] = []  # on the device: reading a loss at every step would make it wait
         stopped = False
-        film.look(0, image)
-        with _bar(f"toward {toward}", steps, progress) as advance:
-            for step, shift in enumerate(self._shifts(steps), start=1):
+        # gradients are needed, whatever the mode of the caller
+        with torch.inference_mode(False), torch.enable_grad(), progress_bar(progress and rank_and_size()[0] == 0) as bar:
+            task = bar.add_task(f"toward {toward}", total=steps)
+            with torch.no_grad():
+                aim = split_covariance(self.covariance(self._copy(x)), split)
+            _warn_about_empty_part(aim, split)
+            image = self._copy(begin).requires_grad_()
+            optimiser = OPTIMISERS[self.optimiser]([image], lr=self.lr)
+            low, high = self._limits(image)
+            moving = torch.ones(len(image), dtype=torch.bool, device=image.device)
+            generator = torch.Generator().manual_seed(self.seed)
+            shifts = torch.randint(-self.jitter, self.jitter + 1, (steps, 2), generator=generator).tolist()
+            for step, shift in enumerate(shifts, start=1):
+                if step - 1 in planned:
+                    frames[step - 1] = _to_cpu(image)
                 seen = torch.roll(image, shift, (2, 3)) if self.jitter else image
                 losses = perturbation_loss(self.covariance(seen), *aim, toward)
-                (gradient,) = torch.autograd.grad(losses.sum(), image)  # of the pixels alone: no weight gets a gradient
+                (gradient,) = torch.autograd.grad(losses.sum(), image)  # of the pixels only: weights get no gradient
                 trace.append(losses.detach())
                 before = image.detach().clone() if tolerance is not None else image
                 image.grad = gaussian_blur(gradient, self.blur)
@@ -361,9 +271,8 @@ class EigenPerturbation:
                         image.clamp_(low, high)
                     if tolerance is not None:
                         image.copy_(torch.where(moving[:, None, None, None], image, before))
-                film.look(step, image)
-                advance()
-                if on_step is not None and _asks_to_stop(on_step, step, trace[-1]):
+                bar.advance(task)
+                if on_step is not None and _stops(on_step, step, trace[-1]):
                     stopped = step < steps
                     break
                 if tolerance is not None and step % WINDOW == 0 and step >= 2 * WINDOW:
@@ -371,24 +280,15 @@ class EigenPerturbation:
                     if not bool(moving.any()):
                         break
         table = torch.stack(trace).cpu().double()
-        _warn_of_divergence(table)
-        film.close(len(trace), image)
-        return Perturbed(
-            images=image.detach().contiguous(),
-            losses=table,
-            snapshots=film.frames(),
-            snapshot_steps=tuple(film.steps),
-            toward=toward,
-            split=split,
-            steps_taken=len(trace),
-            stopped=stopped,
-            converged=~moving.cpu(),
-            mean=self.mean,
-            std=self.std,
-        )
+        _warn_about_divergence(table)
+        if snapshots:  # the end, also if the loop ended early
+            frames[len(trace)] = _to_cpu(image)
+        kept = torch.stack(list(frames.values())) if frames else None
+        images, converged, taken = image.detach().contiguous(), ~moving.cpu(), len(trace)
+        return Perturbed(images, table, kept, tuple(frames), toward, split, taken, stopped, converged, self.mean, self.std)
 
-    def _own(self, images: Tensor) -> Tensor:
-        """A copy of ours, precise enough for many small steps."""
+    def _copy(self, images: Tensor) -> Tensor:
+        """A copy that is precise enough for many small steps."""
         layout = torch.channels_last if self.channels_last else torch.contiguous_format
         return images.detach().to(output_dtype(images), memory_format=layout, copy=True)
 
@@ -397,70 +297,51 @@ class EigenPerturbation:
         mean, std = (torch.tensor(v, dtype=like.dtype).view(-1, 1, 1) for v in (self.mean, self.std))
         return ((0 - mean) / std).to(like.device), ((1 - mean) / std).to(like.device)
 
-    def _shifts(self, steps: int) -> list[list[int]]:
-        generator = torch.Generator().manual_seed(self.seed)
-        return torch.randint(-self.jitter, self.jitter + 1, (steps, 2), generator=generator).tolist()
-
-    def _check_evaluation_mode(self) -> None:
-        for part in ("backbone", "head"):
-            for name, module in getattr(self.model, part).named_modules(prefix=part):
+    def _check_eval_mode(self) -> None:
+        for part, parent in (("backbone", self.model.backbone), ("head", self.model.head)):
+            for name, module in parent.named_modules(prefix=part):
                 if module.training:
-                    raise ValueError(
-                        f"the model is in training mode ('{name}'), where batch statistics couple the images and "
-                        "change with every step: call model.eval() first"
-                    )
+                    problem = f"must not be in training mode ('{name}'): batch statistics would couple the images"
+                    raise ArgumentError("model", problem, remedy="call model.eval() first")
 
     def _check_images(self, images: Tensor, name: str) -> Tensor:
-        check_floating(images, f"perturb, {name}:")
+        check_floating(images, name)
         if images.ndim != 4 or len(images) == 0:
-            raise ValueError(f"{name} must be images (B, 3, H, W), got shape {tuple(images.shape)}: add x.unsqueeze(0)")
+            raise ArgumentError(name, "must be images (B, 3, H, W)", tuple(images.shape), "use x.unsqueeze(0)")
         finite = images.isfinite().flatten(1).all(1)
         if not bool(finite.all()):
-            raise ValueError(f"{name} holds NaN or infinity in images {(~finite).nonzero().flatten().tolist()}")
+            raise ArgumentError(name, f"has NaN or infinity in images {(~finite).nonzero().flatten().tolist()}")
         if not self.bounds:
             return images
         channels = images.shape[1]
         if len(self.mean) != channels or len(self.std) != channels:
-            raise ValueError(
-                f"bounds need a mean and std for each of {channels} channels, got {self.mean} and {self.std}: set them in "
-                "model.pretrained_cfg, or use bounds=False"
-            )
+            problem = f"needs mean and std for {channels} channels, got {self.mean} and {self.std}"
+            raise ArgumentError("bounds", problem, remedy="set them in model.pretrained_cfg, or use bounds=False")
         low, high = self._limits(images.new_empty(0, dtype=output_dtype(images)))
         slack = _SLACK * (high - low)
         if bool(((images < low - slack) | (images > high + slack)).any()):
-            raise ValueError(
-                f"{name} has values from {images.amin().item():.3g} to {images.amax().item():.3g}, outside of valid RGB: "
-                f"give (RGB − mean)/std with RGB from 0 to 1, mean {self.mean} and std {self.std}, or use bounds=False"
-            )
+            problem = f"has values outside of valid RGB, from {images.amin().item():.3g} to {images.amax().item():.3g}"
+            remedy = f"pass (RGB − mean)/std, mean {self.mean}, std {self.std}, RGB from 0 to 1, or set {{bounds}}=False"
+            raise ArgumentError(name, problem, remedy=remedy)
         return images
 
 
-class _Film:
-    """Copies of the images at evenly spaced steps, on the CPU, so that a long film does not fill the device."""
-
-    def __init__(self, steps: int, count: int):
-        if isinstance(count, bool) or not isinstance(count, int) or not 0 <= count <= steps + 1:
-            raise ValueError(f"snapshots must be a whole number from 0 to steps + 1 = {steps + 1}, got {count!r}")
-        self.planned = {round(k * steps / (count - 1)) for k in range(count)} if count > 1 else {steps} if count else set()
-        self.steps: list[int] = []
-        self._frames: list[Tensor] = []
-
-    def look(self, step: int, images: Tensor) -> None:
-        if step in self.planned:
-            self.steps.append(step)
-            self._frames.append(images.detach().to("cpu", memory_format=torch.contiguous_format, copy=True))
-
-    def close(self, step: int, images: Tensor) -> None:
-        """After an early end the last images stand for those that were planned and never came."""
-        if self.planned and self.steps[-1:] != [step]:
-            self.planned.add(step)
-            self.look(step, images)
-
-    def frames(self) -> Tensor | None:
-        return torch.stack(self._frames) if self._frames else None
+def _to_cpu(images: Tensor) -> Tensor:
+    return images.detach().to("cpu", memory_format=torch.contiguous_format, copy=True)
 
 
-def _asks_to_stop(on_step: OnStep, step: int, losses: Tensor) -> bool:
+def rank_and_size() -> tuple[int, int]:
+    """Rank of this process and number of processes; (0, 1) without ``torch.distributed``."""
+    joined = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank(), dist.get_world_size()) if joined else (0, 1)
+
+
+def _check_direction(toward: str) -> None:
+    if toward not in DIRECTIONS:
+        raise UnknownName("direction", toward, DIRECTIONS)
+
+
+def _stops(on_step: OnStep, step: int, losses: Tensor) -> bool:
     try:
         return on_step(step, losses) is False
     except StopIteration:
@@ -468,39 +349,22 @@ def _asks_to_stop(on_step: OnStep, step: int, losses: Tensor) -> bool:
 
 
 def _changes(recent: Tensor, tolerance: float) -> Tensor:
-    """(2 · WINDOW, B) → (B,): whether the mean of the second window differs from that of the first, as NaN always does."""
+    """(2 · WINDOW, B) → (B,): whether the means of both windows differ; NaN always does."""
     first, second = recent.unflatten(0, (2, WINDOW)).mean(1)
     return ~((second - first).abs() <= tolerance * torch.maximum(first.abs(), second.abs()))
 
 
-def _warn_of_empty_part(aim: SplitCovariance, split: int) -> None:
-    empty = int((aim.small.abs().amax((-2, -1)) == 0).sum())
+def _warn_about_empty_part(aim: SplitCovariance, split: int) -> None:
+    empty, d = int((aim.small.abs().amax((-2, -1)) == 0).sum()), aim.small.shape[-1]
     if empty:
-        _warn(
-            f"P_S is 0 in {empty} of {len(aim.small)} images: their covariance of {aim.small.shape[-1]} channels has no "
-            f"more than {split} eigenvalues above 0, so P_L is all of it and nothing is left to part: use a smaller split, "
-            "larger images, or a model with last_stride=1"
-        )
+        reason = f"their {d} channels have at most {split} eigenvalues above 0"
+        remedy = "use a smaller split, larger images, or a model with last_stride=1"
+        warnings.warn(f"P_S is 0 in {empty} of {len(aim.small)} images, because {reason}: {remedy}", stacklevel=3)
 
 
-def _warn_of_divergence(losses: Tensor) -> None:
+def _warn_about_divergence(losses: Tensor) -> None:
     bad = ~losses.isfinite()
     if bool(bad.any()):
-        images = bad.any(0).nonzero().flatten().tolist()
-        first = int(bad.any(1).nonzero()[0])
-        _warn(f"the loss of images {images} is not finite from step {first + 1} on: use a smaller lr, or bounds=True")
-
-
-def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=5)  # at the call of perturb
-
-
-@contextmanager
-def _bar(description: str, steps: int, show: bool) -> Iterator[Callable[[], None]]:
-    """A function that moves the bar by one step."""
-    first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-    bar = progress_bar()
-    bar.disable = bar.disable or not (show and first)
-    with bar:
-        task = bar.add_task(description, total=steps)
-        yield lambda: bar.advance(task)
+        images, first = bad.any(0).nonzero().flatten().tolist(), int(bad.any(1).nonzero()[0])
+        message = f"the loss of images {images} is not finite from step {first + 1} on: use a smaller lr, or bounds=True"
+        warnings.warn(message, stacklevel=3)

@@ -1,142 +1,259 @@
-"""One self-contained page about the eigenvalues of images: panels, measures, how to read them, and how they were made."""
+"""A report on the eigenvalues of images: panels of maps, perturbed images, measures, and one self-contained page."""
 
 import math
+import os
+import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any, Literal
 
-from eigengrain.explain.survey import MEASURES, Summary
-from eigengrain.pages import Cell, Commands, Facts, Figure, Heading, Part, TableData, page
+from torch import Tensor
 
-#: what each measure says, for a reader who has not read the code
-MEANINGS = {
-    "corr": "correlation with the map of all eigenvalues (Eq. 8 of the paper), from −1 to 1",
-    "mae": "mean absolute error to it (Eq. 9), each map divided by its largest value",
-    "norm_ratio": "norm of the map over that of all eigenvalues: how much of the gradient it carries",
-    "object_energy": "share of the map on the object",
-    "object_pointing": "share of images whose largest value is on the object",
-    "object_over_area": "share of the map on the object over the object's share of the image; 1 is chance",
-    "parts_energy": "share of the map on the parts that tell the class",
-    "parts_pointing": "share of images whose largest value is on these parts",
-    "parts_over_area": "share of the map on these parts over their share of the image; 1 is chance",
-    "gap": "relative gap of the eigenvalues at the cut; an exact map grows as its inverse",
-    "deletion": "area under the deletion curve; smaller is better",
-    "insertion": "area under the insertion curve; larger is better",
-}
-
-#: how to read the panels
-READING = (
-    "Each map is the gradient of the network's answer to the image, computed with only some of the eigenvalues of the "
-    "covariance of its features kept: all of them, the largest, or the smallest. Bright pixels are those whose change "
-    "would change the answer most. The rules differ in what they let pass at a ReLU: vanilla is the true gradient; deconv "
-    "passes positive gradients, whatever the unit did; guided passes positive gradients of active units.",
-    "A cut spectrum can be differentiated in two ways. With the exact cut, the subspace of the kept eigenvalues turns as "
-    "the image changes. Under vanilla the signed maps of large and small then add up to that of all; but where the "
-    "eigenvalues on both sides of the cut are close (a small gap) the turning outweighs everything else, and both maps "
-    "become large and cancel. With the projector cut the subspace is held fixed: no gap can blow the maps up, and they no "
-    "longer add up.",
-    "The paper (Y. Song, N. Sebe and W. Wang, On the Eigenvalues of Global Covariance Pooling for Fine-grained Visual "
-    "Recognition, T-PAMI) finds on fine-grained sets that the map of the last 50 of 256 eigenvalues lies on the object and "
-    "resembles that of all, while the top 206 show the background; on ImageNet it finds the opposite. The measures say "
-    "whether this holds for the network and the images at hand.",
-    "Limits. A gradient says what a small change of the image would do, not why the network decided as it did. Deconv and "
-    "guided maps are in part a reconstruction of the image that is the same for every answer (Nie et al., ICML 2018; "
-    "Adebayo et al., NeurIPS 2018), so that maps of different subsets may resemble each other for no reason of the "
-    "eigenvalues. The shape of a map that is weak matters little to the answer: look at the number under it. And a feature "
-    "map of N positions has at most N − 1 eigenvalues above 0: where that is less than the channels, the smallest "
-    "eigenvalues are 0 by construction, their map is zero, and the largest are all there are.",
+from eigengrain.data.image_set import ImageSet, stack
+from eigengrain.data.transforms import Pipeline
+from eigengrain.errors import ArgumentError
+from eigengrain.explain.perturbation import EigenPerturbation, rank_and_size
+from eigengrain.explain.plots import Explained, draw_panel, draw_perturbed, explain_images, rgb_pixels, write_gif
+from eigengrain.explain.survey import (
+    DEFAULT_MEASURES,
+    Summary,
+    SurveyResult,
+    choose_subsets,
+    image_batches,
+    read_target,
+    split_point,
+    survey,
 )
+from eigengrain.files import writable, write_csv
+from eigengrain.heads import SpectralHead
+from eigengrain.models import CovarianceNet
+from eigengrain.names import DIRECTIONS, MEASURES, RULES
+from eigengrain.pages import Cell, TableData, render
+from eigengrain.progress import progress_bar
 
-#: how to read perturbed images, where there are any
-READING_PERTURBED = (
-    "Perturbed images are the image after many small changes, with the weights frozen: toward large, the covariance of its "
-    "features is drawn to what the largest eigenvalues hold (l₁); toward small, it is driven away from that to what the "
-    "others hold (l₂). Patterns that come up are what the network answers with these eigenvalues. As the image itself is "
-    "the start, l₁ is next to its minimum before anything is done, and may rise before it falls; l₂ has no minimum but "
-    "that of the bounds of the pixels. Nothing measures such pictures: they are for the eye alone."
-)
+#: images per panel
+ROWS = 6
+#: frames per animation
+FRAMES = 21
+#: size in bytes up to which an animation is embedded in the page
+LIGHT = 4_000_000
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG or GIF file and what stands under it; ``perturbed`` if it shows images that were changed."""
+    """A PNG or GIF file of a report: a panel of maps, a panel of perturbed images, or an animation."""
 
     path: Path
     caption: str
-    perturbed: bool = False
+    kind: Literal["maps", "perturbed", "film"] = "maps"
 
 
-def write_gallery(
-    path: Path,
-    title: str,
-    pictures: Sequence[Picture],
-    table: Sequence[Summary],
-    *,
-    facts: Mapping[str, str],
-    command: str,
-    environment: Mapping[str, object],
-) -> Path:
-    """Write the page: one file to keep or to send, with its pictures in it, that loads nothing and runs nothing.
+@dataclass
+class Report:
+    """Panels, measures and a page about a model and some images.
 
-    Args:
-        path: of the HTML file.
-        title: of the page.
-        pictures: in their order.
-        table: measures of a survey, or of several; empty for a page without.
-        facts: what was explained, such as the model and the images.
-        command: that makes the page again.
-        environment: of :func:`eigengrain.environment.describe`.
+    The steps are separate, so that several processes can share the measuring: :meth:`measure`, then, in one process,
+    :meth:`draw` and :meth:`write`.
     """
-    reading = [*READING, READING_PERTURBED] if any(picture.perturbed for picture in pictures) else READING
-    parts: list[Part] = [Facts(facts), Heading("Pictures"), *map(_figure, pictures), Heading("How to read them"), *reading]
-    if table:
-        meanings = {_spoken(measure): MEANINGS[measure] for measure in _measured(table)}
-        parts += [Heading("Measures"), *_tables(table), Facts(meanings)]
-    parts += [Heading("Command"), Commands([command])]
-    path.write_text(page(title, parts, environment), encoding="utf-8", errors="replace")
-    return path
+
+    model: CovarianceNet  #: in eval mode
+    dataset: ImageSet  #: images, with an evaluation transform
+    out: Path  #: folder of the files
+    labelled: bool = True  #: whether the labels are the classes of the images
+    seed: int | None = 0  #: seed for the choice of images; None takes them in order
+    count: int = 12  #: number of images in the panels
+    measure_count: int | None = 100  #: number of images that are measured; None for all
+    subsets: Sequence[str] = ()  #: by default all eigenvalues, the model's own subset, the largest and the smallest
+    split_at: int | None = None  #: number of eigenvalues that count as large; by default the paper's share, 206 of 256
+    rules: Sequence[str] = RULES  #: backward rules at the ReLUs
+    cuts: Sequence[str] = ("exact",)  #: exact, projector or both
+    target: str | int = "predicted"  #: predicted, label, norm, or a class by name or number
+    measures: Sequence[str] = DEFAULT_MEASURES
+    scale: str = "row"  #: colour scale, see draw_panel
+    perturb: int = 0  #: number of steps of EigenPerturbation; 0 for no perturbed images
+    toward: Sequence[str] = DIRECTIONS  #: large, small or both
+    perturb_lr: float = 0.1  #: learning rate of these steps
+    batch_size: int = 32  #: images per pass of the model, over all processes
+    workers: int = 0  #: number of processes that read images
+
+    def __post_init__(self) -> None:
+        self.out = Path(self.out)
+        head = self.model.head
+        self.classes = list(self.model.class_names or self.dataset.classes)
+        self.large = split_point(head.channels, self.split_at)
+        self.subsets = choose_subsets(head, self.subsets, self.large)
+        self.explained = read_target(self.target, self.model.num_classes, self.classes)
+        self.own_subset = head.own_subset if isinstance(head, SpectralHead) else None
+        self.perturbation = self._method() if self.perturb else None
+        self.device = next(self.model.parameters()).device
+        self.indices = list(range(len(self.dataset)))
+        if self.seed is not None:
+            random.Random(self.seed).shuffle(self.indices)
+        self.shown = self.indices[: self.count]
+
+    def _method(self) -> EigenPerturbation:
+        try:
+            return EigenPerturbation(self.model, lr=self.perturb_lr)
+        except ArgumentError as error:  # the name that it has here
+            if error.argument != "lr":
+                raise
+            raise ArgumentError("perturb_lr", error.problem, error.value, error.remedy) from None
+
+    def measure(self) -> list[SurveyResult]:
+        """Measure the maps, once per cut; under ``torch.distributed`` every process takes a share."""
+        indices = self.indices[: self.measure_count]
+        if not indices:
+            return []
+        part = self.dataset.subset(indices)
+        regions = isinstance(part.transform, Pipeline)
+        results = []
+        for cut in self.cuts:
+            batches = image_batches(part, self.batch_size, regions=regions, workers=self.workers)
+            with progress_bar(show=rank_and_size()[0] == 0) as bar:
+                step = partial(bar.advance, bar.add_task(f"measuring ({cut})", total=len(batches)))
+                options: dict[str, Any] = {"target": self.explained, "measures": self.measures, "each": step}
+                result = survey(self.model, batches, self.subsets, self.rules, cut=cut, **options)
+            for row in result.rows:
+                row["number"] = indices[row["number"]]
+                row["label"] = row["label"] if self.labelled else None
+            # a survey of all eigenvalues alone, without regions, has nothing to compare
+            if result.table:
+                results.append(result)
+        return results
+
+    def draw(self) -> list[Picture]:
+        """Draw the panels, and perturb images if ``perturb`` is above 0."""
+        pages = [self.shown[start : start + ROWS] for start in range(0, len(self.shown), ROWS)]
+        pictures = []
+        with progress_bar() as bar:
+            task = bar.add_task("drawing", total=len(pages) * len(self.cuts))
+            for cut in self.cuts:
+                for place, indices in enumerate(pages, start=1):
+                    path = self.out / f"panel-{cut}-{place}.png"
+                    draw_panel(self._explain(indices, cut), path, self.scale)
+                    pictures.append(Picture(path, _numbered(f"Maps, {cut} cut", place, len(pages))))
+                    bar.advance(task)
+        if self.perturbation is not None:
+            for place, indices in enumerate(pages, start=1):
+                pictures += self._perturb(self.perturbation, indices, place, len(pages))
+        return pictures
+
+    def write(
+        self,
+        surveys: Sequence[SurveyResult],
+        pictures: Sequence[Picture],
+        *,
+        command: str,
+        environment: Mapping[str, object],
+        checkpoint: str = "",
+    ) -> list[Path]:
+        """Write the measures (CSV) and the page (HTML), and return their paths; the page is the last.
+
+        Args:
+            surveys, pictures: results of :meth:`measure` and :meth:`draw`. The page leaves out animations above 4 MB.
+            command: command that makes the report again.
+            environment: result of :func:`eigengrain.environment.describe`.
+            checkpoint: where the model comes from.
+        """
+        summaries = [row for each in surveys for row in each.table]
+        files = []
+        if surveys:
+            files = [means, images] = [writable(self.out / name) for name in ("measures.csv", "measures-images.csv")]
+            about = {"checkpoint": checkpoint, "data": self.dataset.name, "split": self.dataset.split}
+            about["target"] = str(self.target)
+            write_csv(means, [{**about, **asdict(row), **environment} for row in summaries])
+            write_csv(images, [{"image": self._place(row["number"]), **row} for each in surveys for row in each.rows])
+        page = writable(self.out / "gallery.html")
+        small = [picture for picture in pictures if picture.kind != "film" or picture.path.stat().st_size <= LIGHT]
+        html = render(
+            "explain.html",
+            title="What large and small eigenvalues see",
+            report=self,
+            checkpoint=checkpoint,
+            samples=surveys[0].samples if surveys else 0,
+            pictures=small,
+            tables=measure_tables(summaries),
+            measures=_measured(summaries),
+            command=command,
+            environment=environment,
+        )
+        page.write_text(html, encoding="utf-8", errors="replace")
+        return [*files, page]
+
+    def _place(self, index: int) -> str:
+        """The path of an image, or its number in a data set without files, in printable characters."""
+        path = self.dataset.path(index)
+        text = f"{self.dataset.split} {index}" if path is None else str(path)
+        return "".join(letter if letter.isprintable() else "?" for letter in text)
+
+    def _read(self, indices: Sequence[int]) -> tuple[Tensor, list[str]]:
+        """Images on the device, and their names."""
+        images = stack([self.dataset[index] for index in indices])[0].to(self.device)
+        return images, [os.path.basename(self._place(index)) for index in indices]
+
+    def _explain(self, indices: Sequence[int], cut: str) -> list[Explained]:
+        explained: list[Explained] = []
+        for start in range(0, len(indices), self.batch_size):
+            some = indices[start : start + self.batch_size]
+            images, names = self._read(some)
+            labels = [self.dataset.labels[index] for index in some]
+            target: Any = labels if self.explained == "label" else None if self.explained == "predicted" else self.explained
+            options: dict[str, Any] = {"labels": labels if self.labelled else None, "classes": self.classes}
+            explained += explain_images(
+                self.model, images, self.subsets, self.rules, target=target, cut=cut, names=names, **options
+            )
+        return explained
+
+    def _perturb(self, method: EigenPerturbation, indices: Sequence[int], place: int, pages: int) -> list[Picture]:
+        """Perturb the images of one panel: the panel, and one animation per direction."""
+        images, names = self._read(indices)
+        frames = min(FRAMES, self.perturb + 1)
+        results = [method.perturb(images, toward, self.large, self.perturb, snapshots=frames) for toward in self.toward]
+        panel = self.out / f"perturbed-{place}.png"
+        draw_perturbed(rgb_pixels(images, method.mean, method.std), results, panel, names)
+        pictures = [Picture(panel, _numbered("Perturbed images", place, pages), "perturbed")]
+        for result in results:
+            film = self.out / f"perturbed-{place}-{result.toward}.gif"
+            write_gif(result, film, columns=min(len(indices), 3))
+            caption = f"Toward {result.toward} eigenvalues, {result.steps_taken} steps"
+            pictures.append(Picture(film, _numbered(caption, place, pages), "film"))
+        return pictures
 
 
-def _figure(picture: Picture) -> Figure:
-    shows = "A row an image: the image, then its maps by rule and by the eigenvalues that were kept"
-    if picture.perturbed:
-        shows = "A row an image: the image, then what it became after more and more steps"
-    if picture.path.suffix == ".gif":
-        shows = "Images as they change, step by step"
-    return Figure(picture.path, shows, picture.caption)
+def _numbered(caption: str, place: int, pages: int) -> str:
+    return f"{caption}, {place} of {pages}" if pages > 1 else caption
 
 
-def _tables(table: Sequence[Summary]) -> list[TableData]:
-    """One table for each cut: a row a measure, a column a rule and subset."""
-    return [_table(cut, [row for row in table if row.cut == cut]) for cut in dict.fromkeys(row.cut for row in table)]
+def measure_tables(summaries: Sequence[Summary]) -> list[TableData]:
+    """One table per cut, with one row per measure and one column per rule and subset."""
+    cuts = dict.fromkeys(row.cut for row in summaries)
+    return [_table(cut, [row for row in summaries if row.cut == cut]) for cut in cuts]
 
 
-def _table(cut: str, table: Sequence[Summary]) -> TableData:
-    cells = {(row.rule, row.subset, row.measure): row for row in table}
-    subsets: dict[str, dict[str, None]] = {}  # by rule, in their order
-    for row in table:
+def _table(cut: str, summaries: Sequence[Summary]) -> TableData:
+    cells = {(row.rule, row.subset, row.measure): row for row in summaries}
+    subsets: dict[str, dict[str, None]] = {}  # by rule, in order
+    for row in summaries:
         subsets.setdefault(row.rule, {})[row.subset] = None
     columns = [(rule, subset) for rule, names in subsets.items() for subset in names]
     rows = [
-        [Cell(_spoken(measure)), *(_cell(cells.get((*column, measure))) for column in columns)]
-        for measure in _measured(table)
+        [Cell(measure.replace("_", " ")), *(_cell(cells.get((*column, measure))) for column in columns)]
+        for measure in _measured(summaries)
     ]
-    images = max(row.n + row.n_undefined for row in table)
-    caption = f"cut: {cut}; mean ± standard error over n = {images} images, where no other n is given"
+    images = max(row.n + row.n_undefined for row in summaries)
+    caption = f"Cut {cut}: mean ± standard error over n = {images} images, unless another n is given"
     groups = [(rule, len(names)) for rule, names in subsets.items()]
     return TableData(caption, ["", *(subset for _, subset in columns)], rows, groups)
 
 
-def _measured(table: Sequence[Summary]) -> list[str]:
-    return [name for name in MEASURES if any(row.measure == name for row in table)]
-
-
-def _spoken(measure: str) -> str:
-    return measure.replace("_", " ")
+def _measured(summaries: Sequence[Summary]) -> list[str]:
+    return [name for name in MEASURES if any(row.measure == name for row in summaries)]
 
 
 def _cell(row: Summary | None) -> Cell:
-    """Mean and standard error, and how many images there are where some have none."""
+    """Mean, standard error, and the number of images if the measure is undefined for some."""
     if row is None:
         return Cell("")
     mean, *error = _with_error(row.mean, row.standard_error) if row.n else ("–",)
@@ -145,7 +262,7 @@ def _cell(row: Summary | None) -> Cell:
 
 
 def _with_error(mean: float, error: float) -> tuple[str, ...]:
-    """A mean to the first digit of its standard error, and that where there is one.
+    """A mean to the first digit of its standard error, and the standard error if it is above 0.
 
     Example:
         >>> _with_error(0.99912, 0.00013), _with_error(3.382, 0.052), _with_error(0.5, math.nan)

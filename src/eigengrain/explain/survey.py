@@ -1,9 +1,12 @@
-"""All measures of saliency maps over a whole data set, in one pass of the backbone, alone or shared among processes."""
+"""Measures of saliency maps over a data set, with one pass of the backbone per batch, in one process or several."""
 
 import math
+import statistics
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,118 +17,80 @@ from torch.utils.data import Dataset
 
 from eigengrain.data.boxes import object_mask, part_mask
 from eigengrain.data.image_set import ImageSet, stack
-from eigengrain.data.loader import Order
+from eigengrain.data.sampler import BatchSampler
 from eigengrain.data.workers import Workers
-from eigengrain.errors import UnknownName
+from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.explain import measures as m
-from eigengrain.explain.deletion import deletion_curve, insertion_curve
+from eigengrain.explain.perturbation import rank_and_size
+from eigengrain.explain.sanity import deletion_curve, insertion_curve
 from eigengrain.files import writable, write_csv
 from eigengrain.functional import EigenSubset
+from eigengrain.functional.subsets import small_part
+from eigengrain.heads import Head, SpectralHead
 from eigengrain.models import CovarianceNet
-from eigengrain.models.eval_mode import evaluating
+from eigengrain.models.model import eval_mode
+from eigengrain.names import MEASURES, TARGETS
 
-#: of a subset's map beside that of all eigenvalues
-COMPARISONS = ("corr", "mae", "norm_ratio")
-#: of a map and a region, each for the object and for the parts that tell the class
-PLACES: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
-    "energy": m.energy_inside,
-    "pointing": m.pointing_hit,
-    "over_area": m.share_over_area,
+#: measures of a map inside a region (a field of Batch): the object, or the parts that distinguish the classes
+INSIDE = {
+    f"{region}_{place}": (field, measure)
+    for region, field in (("object", "objects"), ("parts", "parts"))
+    for place, measure in (("energy", m.energy_inside), ("pointing", m.pointing_hit), ("over_area", m.share_over_area))
 }
-REGIONS = ("object", "parts")
-#: many passes of the model for each map
+#: measures that compare a map with the map of all eigenvalues; mae has an option
+COMPARISONS = {"corr": m.correlation, "norm_ratio": m.norm_ratio}
+#: measures that need many passes of the model per map
 CURVES = {"deletion": deletion_curve, "insertion": insertion_curve}
-DEFAULT_MEASURES = (*COMPARISONS, *(f"{region}_{place}" for region in REGIONS for place in PLACES), "gap")
-MEASURES = (*DEFAULT_MEASURES, *CURVES)
-TARGETS = ("label", "predicted", "norm")
-
-#: what tells one row of the table from another, beside the measure
-_KEYS = ("rule", "cut", "subset", "collapse")
+DEFAULT_MEASURES = tuple(name for name in MEASURES if name not in CURVES)
 
 
 class Batch(NamedTuple):
-    """Images with what is known about them.
+    """Images with their annotations; the regions are boolean (B, H, W), or None if the data set has none."""
 
-    Args:
-        images: (B, 3, H, W).
-        labels: (B,).
-        numbers: of the images in the whole data set, so that none is counted twice.
-        objects: boolean (B, H, W), or None where the data set does not say where the object is.
-        parts: the same for the parts that tell the class.
-    """
-
-    images: Tensor
-    labels: Tensor
-    numbers: Sequence[int]
+    images: Tensor  #: (B, 3, H, W)
+    labels: Tensor  #: (B,)
+    numbers: Sequence[int]  #: indices in the data set, so that no image is counted twice
     objects: Tensor | None = None
-    parts: Tensor | None = None
+    parts: Tensor | None = None  #: the parts that distinguish the classes
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One measure over all images.
-
-    Args:
-        rule: at the rectifiers.
-        cut: how a cut spectrum was differentiated.
-        subset: of the eigenvalues.
-        collapse: how colours were put together.
-        measure: its name.
-        mean: over the images for which it is defined; NaN if there is none.
-        standard_error: of the mean; NaN for fewer than two images.
-        n: images for which it is defined.
-        n_undefined: images for which it is not.
-    """
+    """One measure over all images, for one rule, cut, subset and way to collapse the colours."""
 
     rule: str
     cut: str
     subset: str
     collapse: str
     measure: str
-    mean: float
-    standard_error: float
-    n: int
+    mean: float  #: over the images for which the measure is defined; NaN if there are none
+    standard_error: float  #: of the mean; NaN for fewer than two images
+    n: int  #: images for which the measure is defined
     n_undefined: int
 
 
 @dataclass(frozen=True)
 class SurveyResult:
-    """What a survey found.
+    """Result of :func:`survey`."""
 
-    Args:
-        rows: one for each image, rule, subset and collapse, in the order of the images' numbers; None where a measure does
-            not apply (a map beside itself, a data set without regions), NaN or infinity where it is undefined.
-        table: means over the images.
-        samples: number of images.
-        nonfinite: maps with a NaN or an infinity in them; their measures count as undefined.
-    """
-
+    #: one row per image, rule, subset and collapse, ordered by image. A value is None if the measure does not apply (a map
+    #: compared with itself, a data set without regions), and NaN or infinity if it is undefined
     rows: list[dict[str, Any]]
-    table: list[Summary]
-    samples: int
-    nonfinite: int
+    table: list[Summary]  #: means over the images
+    samples: int  #: number of images
+    nonfinite: int  #: number of maps that contain NaN or infinity; their measures count as undefined
 
     def find(self, measure: str, rule: str, subset: str, collapse: str | None = None) -> Summary:
-        """The row of the table for a measure; ``collapse`` may be left out where there is one only.
-
-        Raises:
-            ValueError: if it was not measured, or several rows fit.
-        """
-        fits = [
-            row
-            for row in self.table
-            if (row.measure, row.rule, row.subset) == (measure, rule, subset) and collapse in (None, row.collapse)
-        ]
-        if len(fits) != 1:
-            there = sorted({row.measure for row in self.table})
-            raise ValueError(
-                f"{len(fits)} rows fit measure {measure!r}, rule {rule!r}, subset {subset!r}, collapse {collapse!r}: "
-                f"one is expected; measured were {', '.join(there)}"
-            )
-        return fits[0]
+        """The row of the table for a measure; ``collapse`` can be omitted if there is only one."""
+        rows = [row for row in self.table if (row.measure, row.rule, row.subset) == (measure, rule, subset)]
+        rows = [row for row in rows if collapse in (None, row.collapse)]
+        if len(rows) != 1:
+            problem = f"must match one row of the table, not {len(rows)} (rule {rule!r}, subset {subset!r}, {collapse=})"
+            raise ArgumentError("measure", problem, measure)
+        return rows[0]
 
     def write_table(self, path: str | Path) -> None:
-        """The table as CSV."""
+        """Write the table as CSV."""
         write_csv(writable(path), [asdict(row) for row in self.table])
 
 
@@ -136,7 +101,7 @@ def survey(
     rules: Sequence[str] = ("vanilla", "deconv"),
     *,
     cut: str = "exact",
-    target: str = "label",
+    target: str | int = "label",
     measures: Sequence[str] = DEFAULT_MEASURES,
     collapse: str | Sequence[str] = "abs-max",
     normalise: str = "max",
@@ -146,42 +111,38 @@ def survey(
     attribute: Callable[..., Mapping[str, Any]] | None = None,
     each: Callable[[], object] = lambda: None,
 ) -> SurveyResult:
-    """Measure the maps of eigenvalue subsets over a data set; nothing but numbers is kept of an image.
+    """Measure the maps of eigenvalue subsets over a data set. Only numbers are kept, no maps.
 
     ====================== ======================================================================================
     ``corr``               correlation with the map of all eigenvalues (Eq. 8), in [−1, 1]
-    ``mae``                mean absolute error to it (Eq. 9)
-    ``norm_ratio``         norm of the map over that of the map of all eigenvalues
+    ``mae``                mean absolute error to that map (Eq. 9)
+    ``norm_ratio``         norm of the map divided by the norm of the map of all eigenvalues
     ``object_energy``      share of the absolute map on the object (its mask, or its box)
     ``object_pointing``    whether the largest absolute value is on the object
-    ``object_over_area``   share of the absolute map on the object over the object's share of the image
-    ``parts_…``            the same three for the parts that tell the class, where the data set knows them
-    ``gap``                relative gap of the eigenvalues at the cut; undefined where nothing is cut
-    ``deletion``           area under the deletion curve; costs many passes of the model, so it must be asked for
+    ``object_over_area``   share of the absolute map on the object, divided by the object's share of the image
+    ``parts_…``            the same three for the parts that distinguish the classes, if the data set has them
+    ``gap``                relative gap of the eigenvalues at the cut; undefined if nothing is cut
+    ``deletion``           area under the deletion curve; many passes of the model, so not measured by default
     ``insertion``          area under the insertion curve; likewise
     ====================== ======================================================================================
 
-    Under ``torch.distributed`` each process brings its own share of the batches (:func:`image_batches` makes them), and all
-    get the same result.
+    Under ``torch.distributed`` each process passes its own share of the batches (see :func:`image_batches`), and all
+    processes get the same result.
 
     Args:
-        model: in evaluation mode while this runs; the mode of each of its modules is put back.
-        batches: :class:`Batch` es, or pairs (images, labels) in a single process.
-        subsets: of the eigenvalues; ``all`` is added where it is missing, because the others are compared with it.
-        rules: at the rectifiers.
-        cut: ``exact`` or ``projector``.
-        target: explain the class of the ``label``, the ``predicted`` one, or the ``norm`` of the representation.
-        measures: names of the table above.
-        collapse: one or several of :func:`eigengrain.explain.measures.collapse`.
-        normalise: of ``mae``.
-        steps: of the curves.
-        baseline: of the curves.
+        model: network; it is in eval mode during the call.
+        batches: :class:`Batch` objects, or pairs (images, labels) in a single process.
+        subsets: subsets of the eigenvalues; ``all`` is added if it is missing, because the others are compared with it.
+        rules, cut: as for :func:`eigengrain.explain.attribute_rules`.
+        target: explain the class of the ``label``, the ``predicted`` class, one class for all images (an integer), or the
+            ``norm`` of the representation.
+        measures: names from the table above.
+        collapse: one or several ways of :func:`eigengrain.explain.measures.collapse`.
+        normalise: normalisation for ``mae``.
+        steps, baseline: settings of the curves, see :func:`eigengrain.explain.sanity.deletion_curve`.
         csv: file for the measures of every image; the first process writes it.
-        attribute: makes the maps; by default :func:`eigengrain.explain.saliency.attribute_rules`.
+        attribute: function that computes the maps; by default :func:`eigengrain.explain.attribute_rules`.
         each: called after every batch.
-
-    Raises:
-        ValueError: for an unknown name, a measure that the target does not allow, no images, or one that was seen twice.
 
     Example:
         >>> from eigengrain.models import create_model
@@ -191,16 +152,17 @@ def survey(
         >>> [(row.subset, row.measure, row.n + row.n_undefined) for row in result.table]
         [('top:1', 'corr', 2), ('top:1', 'mae', 2)]
     """
-    _check_names("measure", measures, MEASURES)
-    _check_names("target", [target], TARGETS)
-    _check_names("normalisation of maps", [normalise], m.NORMALISATIONS)
     collapses = [collapse] if isinstance(collapse, str) else list(dict.fromkeys(collapse))
-    _check_names("way to collapse a map", collapses, m.COLLAPSES)
-    for what, listed in (("subsets", subsets), ("rules", rules)):
-        if isinstance(listed, str) or not listed:
-            raise ValueError(f"{what} must be a list with at least one name in it, got {listed!r}")
+    _check_names("measures", "measure", measures, MEASURES)
+    _check_names("collapse", "way to collapse a map", collapses, m.COLLAPSES)
+    _check_names("normalise", "normalisation of maps", [normalise], m.NORMALISATIONS)
+    if isinstance(target, str):
+        _check_names("target", "target", [target], TARGETS)
+    for argument, values in (("subsets", subsets), ("rules", rules)):
+        if isinstance(values, str) or not values:
+            raise ArgumentError(argument, "must be a list with at least one name", values)
     if target == "norm" and set(measures) & CURVES.keys():
-        raise ValueError("deletion and insertion follow the probability of a class: use target='label' or 'predicted'")
+        raise ArgumentError("target", "must be a class for deletion and insertion", target, "use 'label' or 'predicted'")
     names = [str(EigenSubset.parse(subset)) for subset in subsets]
     names = list(dict.fromkeys(names if "all" in names else ["all", *names]))
     rules = list(dict.fromkeys(rules))
@@ -209,40 +171,103 @@ def survey(
         from eigengrain.explain.saliency import attribute_rules
 
         attribute = attribute_rules
-
-    ask = _Ask(tuple(measures), tuple(collapses), normalise, steps, baseline)
+    rank, world_size = rank_and_size()
     device = next(model.parameters()).device
     rows: list[dict[str, Any]] = []
     nonfinite, seen = 0, 0
-    with evaluating(model):
-        for given in batches:
-            batch = _numbered(given, seen)
+    with eval_mode(model):
+        for item in batches:
+            if not isinstance(item, Batch) and world_size > 1:
+                problem = "must contain the indices of the images if several processes share them"
+                raise ArgumentError("batches", problem, remedy="use image_batches(dataset), or Batch with its numbers")
+            batch = item if isinstance(item, Batch) else Batch(*item, range(seen, seen + len(item[0])))
             seen += len(batch.numbers)
-            images, labels = batch.images.to(device), batch.labels.to(device)
-            chosen: Tensor | str | None = {"label": labels, "predicted": None, "norm": "norm"}[target]
-            found = attribute(model, images, names, rules, target=chosen, cut=cut)
-            for rule in rules:
-                nonfinite += sum(_nonfinite_maps(found[rule].maps[name]) for name in names)
-                rows += _measure(model, images, batch, names, found[rule], {"rule": rule, "cut": cut}, ask)
+            batch = batch._replace(images=batch.images.to(device), labels=batch.labels.to(device))
+            explained = batch.labels if target == "label" else None if target == "predicted" else target
+            results = attribute(model, batch.images, names, rules, target=explained, cut=cut)
+            for rule, how, name in product(rules, collapses, names):
+                about = {"rule": rule, "cut": cut, "subset": name, "collapse": how}
+                rows += _measure(model, batch, results[rule], about, measures, normalise, steps=steps, baseline=baseline)
+            every_map = [results[rule].maps[name] for rule, name in product(rules, names)]
+            nonfinite += sum(int((~maps.isfinite()).flatten(1).any(1).sum()) for maps in every_map)
             each()
-    rows, nonfinite = _gather(rows, nonfinite)
+    shares: list[Any] = [(rows, nonfinite)]
+    if world_size > 1:
+        shares = [None] * world_size
+        dist.all_gather_object(shares, (rows, nonfinite))
+    # the sort is stable: the rows of an image keep their order
+    rows = sorted((row for part, _ in shares for row in part), key=lambda row: row["number"])
+    nonfinite = sum(count for _, count in shares)
     if not rows:
-        raise ValueError("there is no image to survey: is the split empty?")
-    samples = _check_once(rows, len(rules) * len(names) * len(collapses))
+        raise ArgumentError("batches", "contain no images")
+    images, expected = Counter(row["number"] for row in rows), len(rules) * len(names) * len(collapses)
+    for number, count in images.items():
+        if count != expected:
+            problem = f"contain image {number} {count // expected} times"
+            raise ArgumentError("batches", problem, remedy="use image_batches(dataset), which gives each process its share")
     if nonfinite:
-        warnings.warn(f"{nonfinite} maps have NaN or infinity in them: their measures count as undefined", stacklevel=2)
-    result = SurveyResult(rows, summarise(rows), samples, nonfinite)
-    if path is not None and _rank_and_size()[0] == 0:
+        warnings.warn(f"{nonfinite} maps contain NaN or infinity: their measures count as undefined", stacklevel=2)
+    if path is not None and rank == 0:
         write_csv(path, rows)
-    return result
+    return SurveyResult(rows, summarise(rows), len(images), nonfinite)
+
+
+def split_point(channels: int, split_at: int | None = None) -> int:
+    """Number of eigenvalues that count as large: ``split_at``, or by default the paper's share, 206 of 256.
+
+    Example:
+        >>> split_point(256), split_point(64), split_point(2)
+        (206, 52, 1)
+    """
+    if split_at is None:
+        return max(1, channels - small_part(channels))
+    if not 1 <= split_at < channels:
+        problem = f"must be from 1 to {channels - 1}, because there are {channels} eigenvalues"
+        raise ArgumentError("split_at", problem, split_at)
+    return split_at
+
+
+def choose_subsets(head: Head, subsets: Sequence[str] = (), split_at: int | None = None) -> list[str]:
+    """Subsets to explain: the given ones, or all eigenvalues, the head's own subset, the largest and the smallest.
+
+    Example:
+        >>> from eigengrain.heads import create_head
+        >>> choose_subsets(create_head("mpncov", 256))
+        ['all', 'top:206', 'last:50']
+    """
+    large = split_point(head.channels, split_at)
+    spectral = head if isinstance(head, SpectralHead) else None
+    own = spectral.own_subset if spectral is not None else None
+    default = ["all", own or "all", f"top:{large}", f"last:{head.channels - large}"]
+    chosen = [EigenSubset.parse(text) for text in subsets or default]
+    selected = next((subset for subset in chosen if not subset.covers(head.channels)), None)
+    if selected is not None and (spectral is None or not spectral.selectable):
+        problem = f"cannot contain '{selected}': {type(head).__name__} has no eigenvalues to choose from"
+        remedy = "use a model with the head mpncov or mpncov+seb, or only 'all' for the plain gradient"
+        raise ArgumentError("subsets", problem, remedy=remedy)
+    return list(dict.fromkeys(map(str, chosen)))
+
+
+def read_target(target: str | int, num_classes: int, classes: Sequence[str] = ()) -> str | int:
+    """``predicted``, ``label`` or ``norm`` as it is; a class, by name or number, as its number. Names come first.
+
+    Example:
+        >>> read_target("wren", 2, ["lark", "wren"]), read_target("0", 2, ["lark", "wren"]), read_target("norm", 2)
+        (1, 0, 'norm')
+    """
+    if target in TARGETS:
+        return target
+    if target in classes:
+        return list(classes).index(str(target))
+    if isinstance(target, str) and not target.isdecimal():
+        raise UnknownName("target", target, [*TARGETS, *classes])
+    if not 0 <= int(target) < num_classes:
+        raise ArgumentError("target", f"must be below the number of classes, {num_classes}", target)
+    return int(target)
 
 
 def summarise(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
-    """Means of the measures over images, for each rule, cut, subset and collapse.
-
-    Args:
-        rows: of one or several :class:`SurveyResult` s; None means that a measure does not apply, a value that is not
-            finite that it is undefined for an image. Such values are counted and left out of the mean, never filled in.
+    """Means over images of the rows of one or several surveys. Undefined values are counted and excluded from the mean.
 
     Example:
         >>> about = {"rule": "vanilla", "cut": "exact", "subset": "last:50", "collapse": "abs-max"}
@@ -250,22 +275,19 @@ def summarise(rows: Sequence[Mapping[str, Any]]) -> list[Summary]:
         >>> row.measure, round(row.mean, 3), round(row.standard_error, 3), row.n, row.n_undefined
         ('corr', 0.3, 0.1, 2, 1)
     """
-    values: dict[tuple[str, ...], dict[str, list[float]]] = {}
+    groups: dict[tuple[str, str, str, str], list[Mapping[str, Any]]] = {}
     for row in rows:
-        group = values.setdefault(tuple(str(row[key]) for key in _KEYS), {})
-        for measure in MEASURES:
-            if row.get(measure) is not None:
-                group.setdefault(measure, []).append(float(row[measure]))
+        groups.setdefault((row["rule"], row["cut"], row["subset"], row["collapse"]), []).append(row)
     table = []
-    for key, group in values.items():
-        for measure, all_values in group.items():
-            defined = [value for value in all_values if math.isfinite(value)]
-            n = len(defined)
-            mean = math.fsum(defined) / n if n else math.nan
-            spread = math.fsum((value - mean) ** 2 for value in defined)
-            error = math.sqrt(spread / (n - 1) / n) if n > 1 else math.nan
-            rule, cut, subset, collapse = key
-            table.append(Summary(rule, cut, subset, collapse, measure, mean, error, n, len(all_values) - n))
+    for (rule, cut, subset, collapse), measure in product(groups, MEASURES):
+        group = groups[rule, cut, subset, collapse]
+        values = [float(row[measure]) for row in group if row.get(measure) is not None]
+        defined = [value for value in values if math.isfinite(value)]
+        n = len(defined)
+        mean = statistics.fmean(defined) if n else math.nan
+        error = statistics.stdev(defined) / math.sqrt(n) if n > 1 else math.nan
+        if values:
+            table.append(Summary(rule, cut, subset, collapse, measure, mean, error, n, len(values) - n))
     return table
 
 
@@ -277,19 +299,15 @@ def image_batches(
     workers: int = 0,
     rank: int | None = None,
     world_size: int | None = None,
-) -> Iterable[Batch]:
-    """Batches for a survey: images, labels, numbers, and where the object and its telling parts are.
+) -> Workers:
+    """Iterate over a data set in :class:`Batch` objects, with the regions of the object and its parts.
 
     Args:
-        dataset: with an evaluation transform, ``build_transform(..., train=False)``.
-        batch_size: images of a batch, over all processes together.
-        regions: whether to bring masks and boxes; False allows a transform that is a function of one's own.
-        workers: processes that read images.
-        rank: of this process; what ``torch.distributed`` says, or 0.
-        world_size: how many processes share the data set; what ``torch.distributed`` says, or 1.
-
-    Raises:
-        ValueError: for a data set without a transform, or numbers out of range.
+        dataset: data set with an evaluation transform, ``build_transform(..., train=False)``.
+        batch_size: images per batch, over all processes.
+        regions: add masks and boxes; False allows any function as a transform.
+        workers: number of processes that read images.
+        rank, world_size: this process, and the number of processes; from ``torch.distributed`` by default, else 0 and 1.
 
     Example:
         >>> from eigengrain.data import Transforms, build_transform
@@ -302,161 +320,75 @@ def image_batches(
         [[2, 3], [5]]
     """
     if dataset.transform is None:
-        raise ValueError(f"{dataset.name} has no transform: set dataset.transform to build_transform(..., train=False)")
+        raise ArgumentError("dataset", "must have a transform", dataset.name, "set it to build_transform(..., train=False)")
     if (rank is None) != (world_size is None):
-        raise ValueError(f"rank and world_size go together, got {rank} and {world_size}")
+        raise ArgumentError("rank", f"must be given together with {{world_size}}, which is {world_size}", rank)
     if rank is None or world_size is None:
-        rank, world_size = _rank_and_size()
-    order = Order(len(dataset), batch_size, train=False, rank=rank, world_size=world_size)
-    # its own generator, so that starting draws nothing from that of the caller
+        rank, world_size = rank_and_size()
+    order = BatchSampler(len(dataset), batch_size, train=False, rank=rank, world_size=world_size)
+    # its own generator, so that starting workers does not change the caller's random numbers
     generator = torch.Generator().manual_seed(0)
-    return Workers(_Located(dataset, regions), _collate, workers=workers, batch_sampler=order, generator=generator)
+    return Workers(_Samples(dataset, regions), _collate, workers=workers, batch_sampler=order, generator=generator)
 
 
-class _Sample(NamedTuple):
-    image: Any
-    label: int
-    number: int
-    object: Tensor | None
-    parts: Tensor | None
-
-
-class _Located(Dataset[_Sample]):
-    """Samples with their regions; each image is opened once."""
+class _Samples(Dataset[tuple[Any, ...]]):
+    """Samples (image, label, number, object, parts); each image is opened once."""
 
     def __init__(self, dataset: ImageSet, regions: bool):
         self.dataset, self.regions = dataset, regions
 
-    def __getitem__(self, number: int) -> _Sample:
+    def __getitem__(self, number: int) -> tuple[Any, ...]:
         dataset = self.dataset
         image = dataset.image(number)
         transform: Any = dataset.transform
         whole = object_mask(dataset, number, image.size) if self.regions else None
         parts = part_mask(dataset, number) if self.regions else None
-        return _Sample(transform(image), dataset.labels[number], number, whole, parts)
+        return transform(image), dataset.labels[number], number, whole, parts
 
 
-def _collate(samples: Sequence[_Sample]) -> Batch:
-    images, labels = stack([(sample.image, sample.label) for sample in samples])
-    numbers = [sample.number for sample in samples]
-    return Batch(images, labels, numbers, _stacked(s.object for s in samples), _stacked(s.parts for s in samples))
-
-
-def _stacked(masks: Iterable[Tensor | None]) -> Tensor | None:
-    known = [mask for mask in masks if mask is not None]
-    return torch.stack(known) if known else None
-
-
-class _Ask(NamedTuple):
-    """What a survey measures."""
-
-    measures: tuple[str, ...]
-    collapses: tuple[str, ...]
-    normalise: str
-    steps: int
-    baseline: str | Tensor
+def _collate(samples: Sequence[tuple[Any, ...]]) -> Batch:
+    images, labels = stack([(image, label) for image, label, *_ in samples])
+    _, _, numbers, objects, parts = zip(*samples, strict=True)
+    masks = [None if each[0] is None else torch.stack(each) for each in (objects, parts)]
+    return Batch(images, labels, numbers, *masks)
 
 
 def _measure(
     model: CovarianceNet,
-    images: Tensor,
     batch: Batch,
-    subsets: Sequence[str],
-    found: Any,
-    about: dict[str, str],
-    ask: _Ask,
-) -> Iterator[dict[str, Any]]:
-    """The rows of one batch and rule."""
-    targets = found.targets.tolist()
-    labels = batch.labels.tolist()
-    for how in ask.collapses:
-        whole = m.collapse(found.maps["all"], how)
-        for subset in subsets:
-            maps = m.collapse(found.maps[subset], how)
-            columns: dict[str, list[float] | None] = dict.fromkeys(ask.measures)
-            for name in ask.measures:
-                values = _one(name, maps, None if subset == "all" else whole, batch, ask)
-                if name == "gap" and subset != "all":
-                    values = found.gaps[subset]
-                elif name in CURVES:
-                    # signed maps rank pixels by their absolute value, whatever is made of the colours
-                    order = maps.abs() if maps.ndim == 3 else maps
-                    curve = CURVES[name](
-                        model, images, order, found.targets, steps=ask.steps, baseline=ask.baseline, batch_size=len(images)
-                    )
-                    values = curve.area
-                columns[name] = None if values is None else values.tolist()
-            for i, number in enumerate(batch.numbers):
-                row: dict[str, Any] = {"number": int(number), "label": labels[i], "target": targets[i]}
-                row |= {**about, "subset": subset, "collapse": how}
-                yield row | {name: None if values is None else values[i] for name, values in columns.items()}
+    result: Any,
+    about: Mapping[str, str],
+    measures: Sequence[str],
+    normalise: str,
+    **curve: Any,
+) -> list[dict[str, Any]]:
+    """The rows of one batch, rule, subset and collapse."""
+    subset = about["subset"]
+    maps, whole = (m.collapse(result.maps[name], about["collapse"]) for name in (subset, "all"))
+    columns: dict[str, list[Any]] = {"number": list(map(int, batch.numbers)), "label": batch.labels.tolist()}
+    columns["target"] = result.targets.tolist()
+    columns |= {key: [text] * len(maps) for key, text in about.items()}
+    for name in measures:
+        values: Tensor | None = None
+        if name in CURVES:
+            # signed maps rank pixels by their absolute value, however the colours are combined
+            order = maps.abs() if maps.ndim == 3 else maps
+            values = CURVES[name](model, batch.images, order, result.targets, batch_size=len(maps), **curve).area
+        elif name in INSIDE:
+            field, measure = INSIDE[name]
+            mask = getattr(batch, field)
+            values = None if mask is None else measure(maps, mask)
+        elif subset != "all" and name == "mae":
+            values = m.mae(maps, whole, normalise)
+        elif subset != "all":
+            values = result.gaps[subset] if name == "gap" else COMPARISONS[name](maps, whole)
+        columns[name] = [None] * len(maps) if values is None else values.tolist()
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
-def _one(name: str, maps: Tensor, whole: Tensor | None, batch: Batch, ask: _Ask) -> Tensor | None:
-    """A comparison with the map of all eigenvalues, or a measure of place; None where it does not apply."""
-    if name in COMPARISONS:
-        if whole is None:
-            return None
-        if name == "mae":
-            return m.mae(maps, whole, ask.normalise)
-        return m.correlation(maps, whole) if name == "corr" else m.norm_ratio(maps, whole)
-    region, _, place = name.partition("_")
-    mask = {"object": batch.objects, "parts": batch.parts}.get(region)
-    return None if mask is None else PLACES[place](maps, mask)
-
-
-def _check_names(kind: str, given: Sequence[str], known: Sequence[str]) -> None:
-    if not given:
-        raise ValueError(f"a survey needs at least one {kind}: choose from {', '.join(known)}")
-    for name in given:
-        if name not in known:
-            raise UnknownName(kind, name, known)
-
-
-def _numbered(given: Batch | tuple[Tensor, Tensor], seen: int) -> Batch:
-    if isinstance(given, Batch):
-        return given
-    images, labels = given
-    if _rank_and_size()[1] > 1:
-        raise ValueError(
-            "pairs (images, labels) do not say which images they are, so several processes could count one twice: use "
-            "image_batches(dataset), or Batch with its numbers"
-        )
-    return Batch(images, labels, range(seen, seen + len(images)))
-
-
-def _nonfinite_maps(maps: Tensor) -> int:
-    return int((~maps.isfinite()).flatten(1).any(1).sum())
-
-
-def _rank_and_size() -> tuple[int, int]:
-    """This process among its peers, (0, 1) alone."""
-    if dist.is_available() and dist.is_initialized():
-        return dist.get_rank(), dist.get_world_size()
-    return 0, 1
-
-
-def _gather(rows: list[dict[str, Any]], nonfinite: int) -> tuple[list[dict[str, Any]], int]:
-    """The rows of all processes in the order of the images, whoever measured them."""
-    size = _rank_and_size()[1]
-    shares: list[Any] = [(rows, nonfinite)]
-    if size > 1:
-        shares = [None] * size
-        dist.all_gather_object(shares, (rows, nonfinite))
-    together = [row for part, _ in shares for row in part]
-    together.sort(key=lambda row: row["number"])  # stable: an image's own rows keep their order
-    return together, sum(count for _, count in shares)
-
-
-def _check_once(rows: Sequence[Mapping[str, Any]], expected: int) -> int:
-    """The number of images, after a look that each was seen once."""
-    counts: dict[int, int] = {}
-    for row in rows:
-        counts[row["number"]] = counts.get(row["number"], 0) + 1
-    twice = next((number for number, count in counts.items() if count != expected), None)
-    if twice is not None:
-        raise ValueError(
-            f"image {twice} was seen {counts[twice] // expected} times: give each process its own share of the images, "
-            "such as image_batches(dataset) makes"
-        )
-    return len(counts)
+def _check_names(argument: str, kind: str, names: Sequence[str], choices: Sequence[str]) -> None:
+    if not names:
+        raise ArgumentError(argument, "must not be empty")
+    for name in names:
+        if name not in choices:
+            raise UnknownName(kind, name, choices)

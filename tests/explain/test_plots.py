@@ -1,7 +1,6 @@
-"""Panels and the page: what colours mean, what is said about each map, that everything fits on the sheet."""
+"""Panels: colours, captions, remarks about the rank, and the layout of the sheet."""
 
 import math
-import re
 from dataclasses import replace
 
 import matplotlib
@@ -14,12 +13,10 @@ from PIL import Image
 import eigengrain as eg
 from eigengrain.data import Transforms, build_transform
 from eigengrain.data.plumage import open_plumage
+from eigengrain.errors import ArgumentError, ShortRankWarning, UnknownName
 from eigengrain.explain import EigenPerturbation, attribute_rules
 from eigengrain.explain import plots as module
-from eigengrain.explain.animation import rgb_pixels
-from eigengrain.explain.plots import Explained, draw_panel, draw_perturbed, explain_images, overlay
-from eigengrain.explain.report import MEANINGS, READING, READING_PERTURBED, Picture, write_gallery
-from eigengrain.explain.survey import MEASURES, Summary
+from eigengrain.explain.plots import Explained, draw_panel, draw_perturbed, explain_images, overlay, rgb_pixels
 
 SUBSETS = ["all", "top:5", "last:3"]
 
@@ -29,7 +26,7 @@ def net():
     torch.manual_seed(0)
     net = eg.create_model("plumage_net", head="mpncov", num_classes=2, reduce=8)
     with torch.no_grad():
-        net(birds(net)[0])  # statistics of batches that are not those of the start
+        net(birds(net)[0])  # running statistics other than the initial ones
     net.class_names = ["ringed", "barred"]
     return net.eval()
 
@@ -47,7 +44,7 @@ def explained(net):
 
 
 def made(**changes):
-    """An image with constant maps, black, so that what is seen is the colour of the map alone."""
+    """A black image with constant maps, so that the colours are those of the maps."""
     maps = {"all": torch.ones(8, 8), "top:5": torch.full((8, 8), 0.25), "last:3": torch.full((8, 8), 0.01)}
     gaps = {"all": math.inf, "top:5": 0.125, "last:3": 0.125}
     whole = Explained(torch.zeros(3, 8, 8).byte(), "x.png", {"vanilla": maps}, gaps, "exact", 8, 20, "wren", "wren", 0.875)
@@ -55,7 +52,8 @@ def made(**changes):
 
 
 def colours_of(path):
-    return {tuple(colour) for colour in np.asarray(Image.open(path).convert("RGB")).reshape(-1, 3).tolist()}
+    packed = np.asarray(Image.open(path).convert("RGB")).astype(int) @ [1 << 16, 1 << 8, 1]
+    return {(colour >> 16, colour >> 8 & 255, colour & 255) for colour in np.unique(packed).tolist()}
 
 
 def shade(v):
@@ -66,7 +64,7 @@ def shade(v):
 # overlays
 
 
-def test_an_overlay_is_what_a_loop_over_pixels_gives():
+def test_an_overlay_agrees_with_a_loop_over_pixels():
     generator = torch.Generator().manual_seed(0)
     pixels = torch.randint(0, 256, (3, 4, 5), generator=generator, dtype=torch.uint8)
     values = torch.rand(4, 5, generator=generator) * 3
@@ -112,22 +110,22 @@ def test_a_row_does_not_change_with_the_rows_beside_it(tmp_path):
     assert (alone[:first] == both[:first]).all()
 
 
-# what is said
+# predictions and captions
 
 
 def test_maps_answers_and_truth_are_those_of_the_model(net, explained):
     images, labels = birds(net)
     with torch.no_grad():
         likely = net(images).softmax(1).max(1)
-    found = attribute_rules(net, images, SUBSETS, ["vanilla", "deconv"], target=likely.indices)
+    actual = attribute_rules(net, images, SUBSETS, ["vanilla", "deconv"], target=likely.indices)
     for i, image in enumerate(explained):
         assert image.predicted == net.class_names[likely.indices[i]] == image.target
         assert image.probability == pytest.approx(likely.values[i].item(), abs=1e-6)
         assert image.truth == net.class_names[labels[i]]
         for rule, subset in (("vanilla", "last:3"), ("deconv", "all")):
-            expected = found[rule].maps[subset][i].abs().max(0).values
+            expected = actual[rule].maps[subset][i].abs().max(0).values
             torch.testing.assert_close(image.maps[rule][subset], expected, rtol=1e-4, atol=1e-9)
-        assert image.gaps["top:5"] == pytest.approx(found["vanilla"].gaps["top:5"][i].item(), rel=1e-6)
+        assert image.gaps["top:5"] == pytest.approx(actual["vanilla"].gaps["top:5"][i].item(), rel=1e-6)
         assert (image.channels, image.positions) == (8, 16)
 
 
@@ -138,22 +136,22 @@ def test_pixels_are_those_of_the_image(net, explained):
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "expected"),
     [
         ({}, "x.png · predicted: wren (87.5 %) · gap at the cut: 0.12"),
         ({"truth": "wren"}, "predicted: wren (87.5 %), right ·"),
         ({"truth": "lark"}, "predicted: wren (87.5 %), true: lark ·"),
         ({"target": "lark"}, "· explained: lark · gap"),
-        ({"predicted": None, "target": "norm of the representation"}, "x.png · explained: norm of the representation"),
+        ({"predicted": None, "target": None}, "x.png · explained: norm of the representation"),
         ({"gaps": {"all": math.inf}}, "x.png · predicted: wren (87.5 %)"),
         ({"gaps": {"top:5": math.nan}}, "gap at the cut: between zeros"),
         ({"gaps": {"top:1": 0.5, "top:5": 0.25, "last:3": 0.25}}, "gaps at the cuts: 0.5 (top:1); 0.25 (top:5, last:3)"),
     ],
 )
-def test_captions(changes, said):
+def test_captions(changes, expected):
     caption = made(**changes).caption.replace("\N{NO-BREAK SPACE}", " ")
-    assert said in caption
-    assert ("gap" in caption) == ("gap" in said or "gaps" not in changes)
+    assert expected in caption
+    assert ("gap" in caption) == ("gap" in expected or "gaps" not in changes)
 
 
 def test_other_targets(net):
@@ -161,24 +159,27 @@ def test_other_targets(net):
     (other,) = explain_images(net, images[:1], ["all"], ["vanilla"], target=1)
     assert other.target == "barred"
     (norm,) = explain_images(net, images[:1], ["all"], ["vanilla"], target="norm")
-    assert "explained: norm of the representation" in norm.caption
+    assert norm.target is None
     assert norm.truth is None
+    (renamed,) = explain_images(net, images[:1], ["all"], ["vanilla"], target=1, classes=["lark", "wren"])
+    assert renamed.target == "wren"
 
 
-# maps that are what they are by rank
+# short rank
 
 
 @pytest.mark.parametrize("cut", ["exact", "projector"])
 def test_a_map_that_is_zero_by_rank_is_labelled_and_not_drawn(net, cut, tmp_path, monkeypatch):
     small = birds(net)[0][:, :, :16, :16]  # a map of 2 × 2, so 3 eigenvalues above 0
     net._rank_warned = False
-    with pytest.warns(UserWarning, match="rank 3 at most"):
+    with pytest.warns(ShortRankWarning):
         images = explain_images(net, small, ["all", "top:5", "last:3", "top:2"], ["vanilla", "guided"], cut=cut)
     for image in images:
         for rule in ("vanilla", "guided"):
             assert image.remark(rule, "last:3") == "zero: rank N−1 = 3 < 6"
             assert image.remark(rule, "top:5") == "= all: rank 3"
             assert image.remark(rule, "top:2") == image.remark(rule, "all") == ""
+            assert [subset for subset in image.maps[rule] if image.is_zero(rule, subset)] == ["last:3"]
     cells = module._map_cells(images[0], "row")
     assert [cell.picture is None for cell in cells] == [False, False, True, False] * 2
     written = figure_of(monkeypatch, lambda: draw_panel(images[:1], tmp_path / "short.png"))
@@ -189,11 +190,11 @@ def test_a_map_that_is_zero_by_rank_is_labelled_and_not_drawn(net, cut, tmp_path
     assert (238, 238, 238) in colours_of(tmp_path / "short.png")
 
 
-def test_a_map_that_is_zero_for_another_reason_is_not_blamed_on_the_rank():
+def test_a_zero_map_without_a_short_rank():
     dead = {name: torch.zeros(8, 8) for name in ("all", "top:5", "last:3")}
     image = made(maps={"vanilla": dead})
     assert image.remark("vanilla", "last:3") == image.remark("vanilla", "all") == "zero everywhere"
-    # a subset that happens to equal all eigenvalues is not said to be all of them
+    # a map that only happens to equal that of all eigenvalues has no remark
     same = made(maps={"vanilla": {"all": torch.ones(8, 8), "top:5": torch.ones(8, 8)}})
     assert same.remark("vanilla", "top:5") == ""
 
@@ -211,7 +212,7 @@ def figure_of(monkeypatch, draw):
 
 
 def boxes(figure):
-    """What each text covers, in dots from the lower left corner."""
+    """Bounding box of each text, in dots from the lower left corner."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     return {text: text.get_window_extent(renderer) for text in figure.texts if text.get_text()}
 
@@ -229,19 +230,19 @@ def test_no_text_leaves_the_sheet_or_covers_another(rules, subsets, tmp_path, mo
     image = made(maps=maps, gaps=gaps, name="$x_1^2$ a long name.jpg", predicted=LONG, truth=LONG[::-1], target=LONG * 2)
     figure = figure_of(monkeypatch, lambda: draw_panel([image, image], tmp_path / "panel.png"))
     width, height = figure.canvas.get_width_height()
-    found = list(boxes(figure).items())
-    for text, box in found:
+    actual = list(boxes(figure).items())
+    for text, box in actual:
         assert box.x0 >= 0, text
         assert box.x1 <= width, text
         assert box.y0 >= 0, text
         assert box.y1 <= height, text
-    for place, (text, box) in enumerate(found):
-        for other, its in found[place + 1 :]:
+    for place, (text, box) in enumerate(actual):
+        for other, its in actual[place + 1 :]:
             across = min(box.x1, its.x1) - max(box.x0, its.x0)
             down = min(box.y1, its.y1) - max(box.y0, its.y0)
             assert min(across, down) <= 2, (text, other)
     cells = [axes.get_window_extent() for axes in figure.axes]
-    for text, box in found:
+    for text, box in actual:
         for cell in cells:
             inside = cell.x0 < (box.x0 + box.x1) / 2 < cell.x1 and cell.y0 < (box.y0 + box.y1) / 2 < cell.y1
             assert not inside, text
@@ -250,7 +251,7 @@ def test_no_text_leaves_the_sheet_or_covers_another(rules, subsets, tmp_path, mo
 def test_type_is_readable_at_the_width_of_a_page(tmp_path, monkeypatch):
     image = made(maps={rule: made().maps["vanilla"] for rule in ("vanilla", "deconv", "guided")})
     figure = figure_of(monkeypatch, lambda: draw_panel([image], tmp_path / "panel.png"))
-    assert figure.get_figwidth() <= 7.5  # inches: it is printed as large as it is
+    assert figure.get_figwidth() <= 7.5  # inches, the width of a printed page
     assert min(text.get_fontsize() for text in figure.texts) >= 6
     width, _ = Image.open(tmp_path / "panel.png").size
     assert width / figure.get_figwidth() >= 150
@@ -261,7 +262,7 @@ def test_pixels_of_small_images_stay_square_blocks(tmp_path):
     checks[:, ::2, ::2] = checks[:, 1::2, 1::2] = 255
     draw_panel([made(pixels=checks)], tmp_path / "panel.png")
     seen = np.asarray(Image.open(tmp_path / "panel.png").convert("L")).astype(int)
-    # the first cell is made of black and white blocks alone, without greys between them
+    # the first cell has black and white blocks only, without greys between them
     rows, columns = np.nonzero(seen == 0)
     top, left = rows.min(), columns.min()
     cell = seen[seen.shape[0] // 3 : seen.shape[0] // 3 + 60, left + 4 : left + 64]
@@ -269,17 +270,17 @@ def test_pixels_of_small_images_stay_square_blocks(tmp_path):
     assert set(np.unique(cell)) <= {0, 255}
 
 
-def test_mistakes(explained, tmp_path, net):
-    with pytest.raises(ValueError, match="did you mean 'row'"):
+def test_arguments_that_do_not_fit(explained, tmp_path, net):
+    with pytest.raises(UnknownName) as caught:
         draw_panel(explained, tmp_path / "x.png", scale="rows")
-    with pytest.raises(ValueError, match="0 kinds"):
-        draw_panel([], tmp_path / "x.png")
-    with pytest.raises(ValueError, match="2 kinds"):
-        draw_panel([made(), made(cut="projector")], tmp_path / "x.png")
-    with pytest.raises(ValueError, match="3 names for 4 images"):
-        explain_images(net, birds(net)[0], ["all"], ["vanilla"], names=["a", "b", "c"])
-    with pytest.raises(ValueError, match="1 labels for 4 images"):
-        explain_images(net, birds(net)[0], ["all"], ["vanilla"], labels=[0])
+    assert caught.value.suggestions == ["row"]
+    for images in ([], [made(), made(cut="projector")]):
+        with pytest.raises(ArgumentError):
+            draw_panel(images, tmp_path / "x.png")
+    for argument, values in (("names", ["a", "b", "c"]), ("labels", [0])):
+        with pytest.raises(ArgumentError) as caught:
+            explain_images(net, birds(net)[0], ["all"], ["vanilla"], **{argument: values})
+        assert (caught.value.argument, caught.value.value) == (argument, len(values))
 
 
 # perturbed images
@@ -288,7 +289,7 @@ def test_mistakes(explained, tmp_path, net):
 @pytest.mark.parametrize(
     ("subsets", "compared"), [(["all", "last:3"], True), (["all"], False), (["top:5", "last:3"], False)]
 )
-def test_the_note_speaks_of_numbers_only_where_they_are(subsets, compared, tmp_path, monkeypatch):
+def test_the_note_explains_the_numbers_if_there_are_any(subsets, compared, tmp_path, monkeypatch):
     image = made(maps={"vanilla": {subset: torch.ones(8, 8) for subset in subsets}})
     figure = figure_of(monkeypatch, lambda: draw_panel([image], tmp_path / "p.png"))
     texts = [text.get_text().replace("\n", " ") for text in figure.texts]
@@ -307,95 +308,11 @@ def test_a_panel_of_perturbed_images_shows_image_steps_and_losses(net, tmp_path,
     captions = [text for text in texts if text.startswith(("a.png", "b.png"))]
     for i, caption in enumerate(captions):
         first, last = (module._number(results[1].losses[place, i].item()) for place in (0, -1))
-        assert f"l₂ from {first} to {last} at step 9" in caption  # not that of step 10, which nobody has measured
+        assert f"l₂ from {first} to {last} at step 9" in caption  # the loss after step 10 is not measured
     shown = [axes.images[0].get_array() for axes in figure.axes]
     assert len(shown) == 2 * 7
     assert (shown[0] == pixels[0].permute(1, 2, 0).numpy()).all()
     last = rgb_pixels(results[1].images[1], results[1].mean, results[1].std)
     assert (shown[-1] == last.permute(1, 2, 0).numpy()).all()
-    with pytest.raises(ValueError, match="no snapshots to draw"):
+    with pytest.raises(ArgumentError):
         draw_perturbed(pixels, [EigenPerturbation(net).perturb(images[:2], "large", 5, 1)], tmp_path / "p.png")
-
-
-# the page
-
-
-def summary(measure="corr", mean=0.5, error=0.01, n=10, undefined=0, subset="last:3", cut="exact", rule="vanilla"):
-    return Summary(rule, cut, subset, "abs-max", measure, mean, error, n, undefined)
-
-
-@pytest.fixture
-def page(tmp_path):
-    panel = draw_panel([made()], tmp_path / "panel.png")
-
-    def write(table=(), pictures=None, facts=None, command="eigengrain explain x"):
-        given = [Picture(panel, "Maps, <1> of 1")] if pictures is None else pictures
-        file = write_gallery(
-            tmp_path / "page.html",
-            "A title & more",
-            given,
-            table,
-            facts=facts or {"Model": "a <net>"},
-            command=command,
-            environment={"torch": "2"},
-        )
-        return file.read_text(encoding="utf-8")
-
-    return write
-
-
-def test_the_page_loads_and_runs_nothing(page):
-    html = page([summary()])
-    assert not re.search(r"<script|<link|@import|url\(|<iframe|https?:|\son\w+=", html)
-    sources = re.findall(r'src="([^"]{0,30})', html)
-    assert sources == ["data:image/png;base64,iVBORw0K"]
-    assert html.count("<figure>") == 1
-
-
-def test_the_page_says_what_how_and_with_what(page):
-    html = page([summary()], facts={"Model": "a <net>"}, command="eigengrain explain 'a & b' --count 3")
-    assert "<title>A title &amp; more</title>" in html
-    assert "a &lt;net&gt;" in html
-    assert "Maps, &lt;1&gt; of 1" in html
-    assert "eigengrain explain &#x27;a &amp; b&#x27; --count 3" in html
-    assert "torch 2" in html
-    for word in ("exact cut", "projector cut", "The paper", "Limits.", "N − 1"):
-        assert word in html
-    assert len(READING) == html.count("<p>")
-    assert MEANINGS["corr"] in html
-    assert MEANINGS["gap"] not in html  # it was not measured
-
-
-def test_the_table_has_means_errors_and_what_is_undefined(page):
-    table = [
-        summary(n=8, undefined=2, mean=0.91234, error=0.0123),
-        summary("mae", math.nan, math.nan, 0, 10),
-        summary("norm_ratio", 1.5, math.nan, 1, 9),
-        summary("gap", 0.25, 0.0, 10, subset="top:5"),
-        summary(cut="projector", mean=-0.25, error=0.1, n=7),
-    ]
-    html = page(table)
-    assert "cut: exact; mean ± standard error over n = 10 images" in html
-    assert "cut: projector; mean ± standard error over n = 7 images" in html
-    assert "0.91<small>± 0.01</small><small>n = 8,<br>2 undefined</small>" in html
-    assert "–<small>n = 0,<br>10 undefined</small>" in html
-    assert "1.5<small>n = 1,<br>9 undefined</small>" in html
-    assert ">0.25</td>" in html
-    assert "-0.2<small>± 0.1</small>" in html
-    assert "nan" not in html.split("<h2>Measures</h2>")[1]
-    assert html.index("corr</th>") < html.index("mae</th>") < html.index("gap</th>")
-
-
-def test_a_page_without_measures_and_one_with_animations(page, net, tmp_path):
-    from eigengrain.explain.animation import write_gif
-
-    assert "<h2>Measures</h2>" not in page()
-    assert READING_PERTURBED not in page()
-    film = write_gif(EigenPerturbation(net).perturb(birds(net)[0][:1], "large", 5, 2, snapshots=3), tmp_path / "f.gif")
-    html = page(pictures=[Picture(film, "Toward large", perturbed=True)])
-    assert 'src="data:image/gif;base64,R0lGODlh' in html
-    assert READING_PERTURBED in html
-
-
-def test_every_measure_has_a_meaning():
-    assert list(MEANINGS) == list(MEASURES)
