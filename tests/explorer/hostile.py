@@ -1,4 +1,4 @@
-"""Files that nobody should open without care."""
+"""Uploads that are dangerous to open."""
 
 import io
 import pickle
@@ -14,8 +14,8 @@ def _chunk(kind: bytes, content: bytes) -> bytes:
     return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
 
 
-def huge_png(path: Path, side: int = 50_000) -> Path:
-    """A valid PNG of one bit a pixel, all of one value: 300 MB when unpacked as bits, 7.5 GB as RGB, 300 kB as a file."""
+def huge_png(path: Path, side: int = 20_000) -> Path:
+    """A valid PNG with one bit per pixel: 50 kB as a file, 50 MB decoded, 1.2 GB as RGB."""
     header = struct.pack(">IIBBBBB", side, side, 1, 0, 0, 0, 0)
     line = b"\0" + bytes((side + 7) // 8)
     packer = zlib.compressobj(9)
@@ -42,7 +42,7 @@ def text_as_png(path: Path) -> Path:
 
 
 class Touch:
-    """Unpickled, it makes a file."""
+    """Creates a file when it is unpickled."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -56,10 +56,10 @@ def pickled_weights(path: Path, touched: Path) -> Path:
     return path
 
 
-#: name of the file → (what makes it, words of the answer)
-UPLOADS: dict[str, tuple[Callable[[Path], Path], str]] = {
-    "huge.png": (huge_png, "million pixels"),
-    "cut.jpg": (truncated_jpeg, "damaged"),
-    "script.svg": (svg_with_script, "not an image"),
-    "letter.png": (text_as_png, "not an image"),
+#: name of the file → function that writes it
+UPLOADS: dict[str, Callable[[Path], Path]] = {
+    "huge.png": huge_png,
+    "cut.jpg": truncated_jpeg,
+    "script.svg": svg_with_script,
+    "letter.png": text_as_png,
 }

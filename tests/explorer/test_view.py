@@ -4,55 +4,52 @@ import gradio as gr
 import pytest
 import torch
 
-from eigengrain.cli.checkpoint import plain_transform
-from eigengrain.explorer import views
+from eigengrain.errors import ArgumentError
+from eigengrain.explorer import render
 from eigengrain.explorer.page import Page
-from eigengrain.explorer.session import Lens
-from eigengrain.explorer.view import View, make_view, read_view
-from eigengrain.functional import EigenSubset
-from explorer.small_model import bird_model
+from eigengrain.explorer.view import View
+from explorer.small_model import bird_model, bird_session
 
 
-def test_an_address_restores_the_view(lens, plain_lens):
+def test_an_address_restores_the_view(session, plain_session):
     view = View("plain", "example-5", 17, ("deconv", "guided"), "top:1+last:12", "2", "projector", "each")
-    assert read_view(dict(parse_qsl(view.query())), {"seb": lens, "plain": plain_lens}) == view
+    assert View.from_query(dict(parse_qsl(view.query())), {"seb": session, "plain": plain_session}) == view
 
 
-def test_the_first_view(lens):
-    assert read_view({}, {"seb": lens}) == View("seb", "example-0", 52, ("vanilla", "deconv"))
+def test_the_first_view(session):
+    assert View.from_query({}, {"seb": session}) == View("seb", "example-0", 52, ("vanilla", "deconv"))
 
 
-@pytest.fixture
-def cut(birds):
-    """A model that keeps a part of its eigenvalues."""
+@pytest.fixture(scope="module")
+def truncated(birds):
+    """A session on a model that keeps a subset of its eigenvalues."""
     model = bird_model("mpncov")
-    model.head.subset = EigenSubset.parse("top:52")
-    part = birds.subset(range(3))
-    part.transform = plain_transform(model)
-    return Lens("cut", model, part)
+    model.head.subset = "top:52"
+    return bird_session("truncated", model, birds)
 
 
-def test_a_model_that_keeps_a_part_of_its_eigenvalues_is_shown_with_that_part(cut):
-    view = read_view({}, {"cut": cut})
+def test_a_model_with_its_own_subset_is_shown_with_it(truncated):
+    view = View.from_query({}, {"truncated": truncated})
     assert view.custom == "top:52"
-    look = cut.look(view.image)
-    answers = {answer.role: answer for answer in cut.answers(look, view.split, view.custom)}
+    analysis = truncated.analyse(view.image)
+    predictions = {each.role: each for each in truncated.predict(analysis, view.split, view.custom)}
     with torch.no_grad():
-        torch.testing.assert_close(answers["custom"].probabilities, cut.model(look.inputs)[0].double().softmax(0))
-    assert "The model itself keeps <b>top:52</b>" in views.picture(cut, look)
+        expected = truncated.model(analysis.inputs)[0].double().softmax(0)
+    torch.testing.assert_close(predictions["custom"].probabilities, expected)
+    assert "<b>top:52</b>" in render.picture(truncated, analysis)
 
 
-def test_another_model_brings_its_own_part_unless_the_visitor_wrote_one(lens, cut, tmp_path):
-    page = Page({"seb": lens, "cut": cut}, tmp_path)
+def test_another_model_brings_its_own_subset_unless_the_visitor_wrote_one(session, truncated, tmp_path):
+    page = Page({"seb": session, "truncated": truncated}, tmp_path)
 
     def custom(to, query):
-        _image, _split, custom, *_ = page.other_model(to, "example-0", 8, query)
+        _image, _split, custom, *_ = page.change_model(to, "example-0", 8, query)
         return custom
 
-    assert custom("cut", "model=seb") == "top:52"
-    assert custom("seb", "model=cut&custom=top:52") == ""
-    assert custom("seb", "model=cut&custom=top:3") == gr.skip()
-    assert custom("seb", "model=cut") == gr.skip()  # the box was emptied
+    assert custom("truncated", "model=seb") == "top:52"
+    assert custom("seb", "model=truncated&custom=top:52") == ""
+    assert custom("seb", "model=truncated&custom=top:3") == gr.skip()
+    assert custom("seb", "model=truncated") == gr.skip()  # the box was emptied
 
 
 @pytest.mark.parametrize(
@@ -74,17 +71,17 @@ def test_another_model_brings_its_own_part_unless_the_visitor_wrote_one(lens, cu
         {"scale": "of fish"},
     ],
 )
-def test_a_senseless_address_shows_the_first_view(lens, words):
-    assert read_view(words, {"seb": lens}) == read_view({}, {"seb": lens})
+def test_an_invalid_address_shows_the_first_view(session, words):
+    assert View.from_query(words, {"seb": session}) == View.from_query({}, {"seb": session})
 
 
-def test_numbers_are_brought_into_range(lens):
-    assert read_view({"split": "1000"}, {"seb": lens}).split == 63
-    assert make_view(lens, "example-0", -3, None, None, None, None, None) == View("seb", "example-0", 1)
-    # what a box holds that was emptied, and what no box holds
-    assert make_view(lens, "example-0", None, 5, [], {}, ["exact"], 7) == View("seb", "example-0", 1)
+def test_numbers_are_moved_into_their_range(session):
+    assert View.from_query({"split": "1000"}, {"seb": session}).split == 63
+    assert View.from_controls(session, "example-0", -3, None, None, None, None, None) == View("seb", "example-0", 1)
+    # an emptied box, and values that no control has
+    assert View.from_controls(session, "example-0", None, 5, [], {}, ["exact"], 7) == View("seb", "example-0", 1)
 
 
-def test_a_subset_that_cannot_be_read_is_said(lens):
-    with pytest.raises(ValueError, match="cannot read"):
-        make_view(lens, "example-0", 5, ["vanilla"], "largest", "predicted", "exact", "row")
+def test_a_subset_that_cannot_be_read_is_refused(session):
+    with pytest.raises(ArgumentError):
+        View.from_controls(session, "example-0", 5, ["vanilla"], "largest", "predicted", "exact", "row")

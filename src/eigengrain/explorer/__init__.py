@@ -1,1 +1,1 @@
-"""A local web page: choose a model, an image and a split of its eigenvalues, and see at once what follows."""
+"""A local web page that shows what the large and the small eigenvalues of a trained model contribute."""

@@ -1,73 +1,131 @@
-"""What the page takes from a browser, and for how long it works on it."""
+"""Limits on what visitors can send and how long the server works for them; the uploads and caches that obey them."""
 
 import os
+import secrets
 import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Hashable
 from pathlib import Path
+from threading import Lock
+from typing import Generic, NamedTuple, TypeVar
 
 from PIL import Image
 
-from eigengrain.data.decode import FORMATS, ImageError, open_image
+from eigengrain.data.decode import open_image, supported_formats
+from eigengrain.errors import ArgumentError
 
-#: of an uploaded file
+#: size of an uploaded file, in bytes
 MAX_BYTES = 10 * 2**20
-#: of an uploaded image when it is unpacked, known from its header before any of it is
+#: size of an uploaded image, read from its header before anything is decoded
 MAX_PIXELS = 40_000_000
+#: length of a text that a browser sends
+MAX_TEXT = 200
 
-#: seconds that a request waits for the model before it is told to come again
+#: seconds that a request waits for the model
 MAX_WAIT = 20.0
-#: of a perturbation: steps, seconds, and how many run at once
+#: steps and seconds of a perturbation, and how many can run at once
 MAX_STEPS, MAX_SECONDS, MAX_RUNS = 1000, 120.0, 2
-#: requests that wait, over all visitors
+#: requests in the queue, over all visitors
 MAX_QUEUE = 256
-#: requests that are worked on at once: of those that are answered from memory, and of those for maps, of which one has the
-#: model while the other is drawn
+#: requests handled at once: those answered from memory, and those for maps (one uses the model while the other is drawn)
 CONCURRENCY, CONCURRENT_MAPS = 4, 2
 
-#: bytes of decoded images and maps that are kept in memory
-KEPT_BYTES = 512 * 2**20
-#: letters of a text that a browser may send
-MAX_TEXT = 200
+#: bytes of decoded images and maps kept in memory
+CACHE_BYTES = 512 * 2**20
+
+#: prefix of the secret key of an upload
+UPLOAD = "upload-"
+
+Value = TypeVar("Value")
 
 
 class BusyError(ValueError):
-    """The model is at work for others."""
+    """The model is in use by other visitors."""
+
+
+class BoundedCache(Generic[Value]):
+    """The most recently used values, up to a number of bytes. Thread-safe.
+
+    The newest value is kept whatever its ``size``.
+
+    Example:
+        >>> cache = BoundedCache[bytes](max_bytes=4, size=len)
+        >>> for key in "ab":
+        ...     cache.put(key, bytes(3))
+        >>> cache.get("a"), cache.get("b")
+        (None, b'\\x00\\x00\\x00')
+    """
+
+    def __init__(self, max_bytes: int, size: Callable[[Value], int]):
+        self._max_bytes, self._size = max_bytes, size
+        self._values: OrderedDict[Hashable, tuple[Value, int]] = OrderedDict()  # with their sizes
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> Value | None:
+        with self._lock:
+            if key not in self._values:
+                return None
+            self._values.move_to_end(key)
+            return self._values[key][0]
+
+    def put(self, key: Hashable, value: Value) -> None:
+        with self._lock:
+            self._values[key] = value, self._size(value)
+            self._values.move_to_end(key)
+            while len(self._values) > 1 and sum(size for _, size in self._values.values()) > self._max_bytes:
+                self._values.popitem(last=False)
+
+
+def image_bytes(image: Image.Image) -> int:
+    """Size of an RGB image in memory."""
+    return 3 * image.width * image.height
+
+
+class Upload(NamedTuple):
+    image: Image.Image
+    title: str
+
+
+class Uploads(BoundedCache[Upload]):
+    """Images that visitors uploaded, shared by all models of the page. They are in memory only, and their keys are secret.
+
+    Example:
+        >>> uploads = Uploads()
+        >>> key = uploads.add(Image.new("RGB", (4, 3)), "mine.png")
+        >>> uploads.get(key).title, uploads.get("upload-guessed")
+        ('mine.png', None)
+    """
+
+    def __init__(self) -> None:
+        super().__init__(CACHE_BYTES // 2, lambda upload: image_bytes(upload.image))
+
+    def add(self, image: Image.Image, title: str) -> str:
+        """Store an image and return its key."""
+        key = UPLOAD + secrets.token_urlsafe(12)
+        self.put(key, Upload(image, title[:MAX_TEXT]))
+        return key
 
 
 def open_upload(path: str | Path, folder: str | Path) -> Image.Image:
-    """An uploaded file as RGB, if it is an image of reasonable size.
-
-    Args:
-        path: of the file.
-        folder: in which the server keeps uploads; what lies elsewhere was not uploaded and is not opened.
+    """Open a file in the folder of the server's uploads as an RGB image.
 
     Raises:
-        ImageError: with a reason for the visitor, without the path.
+        ArgumentError: if the file was not uploaded, or it or the image is too large; the path is not in the message.
+        ImageError: if the file is not an image, or is damaged.
     """
     real = os.path.realpath(path)
     if not real.startswith(os.path.realpath(folder) + os.sep) or not os.path.isfile(real):
-        raise ImageError("this is not an uploaded file")
+        raise ArgumentError("path", "is not that of an uploaded file")
     if os.path.getsize(real) > MAX_BYTES:
-        raise ImageError(f"the file is larger than {MAX_BYTES // 2**20} MB: scale the image down")
-    check_pixels(real)
-    return open_image(real)
-
-
-def check_pixels(path: str) -> None:
-    """Look at an image's header alone.
-
-    Raises:
-        ImageError: if the image has too many pixels.
-    """
+        raise ArgumentError("file", f"must be at most {MAX_BYTES // 2**20} MB", remedy="scale the image down")
+    too_many, remedy = f"must have at most {MAX_PIXELS // 10**6} million pixels", "scale it down"
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            Image.init()
-            known = [kind for kind in FORMATS if kind in Image.OPEN]  # Pillow may be built without some of them
-            with Image.open(path, formats=known) as image:
-                width, height = image.size
+        with warnings.catch_warnings(action="ignore"), Image.open(real, formats=supported_formats()) as image:
+            width, height = image.size  # from the header alone
     except Image.DecompressionBombError:
-        raise ImageError(f"the image has far more than {MAX_PIXELS // 10**6} million pixels: scale it down") from None
-    except Exception:  # no image, or a damaged one: open_image says which
-        return
+        raise ArgumentError("image", too_many, remedy=remedy) from None
+    except Exception:
+        width = height = 0  # not an image, or damaged: open_image raises the right error
     if width * height > MAX_PIXELS:
-        raise ImageError(f"the image has {width} × {height} pixels, more than {MAX_PIXELS // 10**6} million: scale it down")
+        raise ArgumentError("image", too_many, (width, height), remedy)
+    return open_image(real)

@@ -1,67 +1,57 @@
-"""Which models and images the page begins with: those that were named, those of the demo, or a small one trained now."""
+"""Open the models of the page: the given ones, those of the demo, or a small one that is trained now."""
 
-import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eigengrain.cli.checkpoint import plain_transform
-from eigengrain.cli.explain import Explain, open_source
-from eigengrain.cli.explore import Explore
+from eigengrain.data import ImageSet
 from eigengrain.data.plumage import open_plumage
 from eigengrain.environment import pick_device
-from eigengrain.explorer.session import Lens
-from eigengrain.explorer.uploads import Uploads
-from eigengrain.models import from_pretrained
-from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
+from eigengrain.errors import Interrupted
+from eigengrain.explorer.limits import Uploads
+from eigengrain.explorer.session import Session, spectral_head
+from eigengrain.models.pretrained import WEIGHTS_FILE
+from eigengrain.recipes import load_recipe
+from eigengrain.training.loop import train
+from eigengrain.training.run_folder import TrainedModel, open_run
 
+#: folders of the demo, and of the model that is trained if there is none
 DEMO, OWN = Path("runs/demo"), Path("runs/explore")
-#: the model of the demo that is shown first
-BEST = "mpncov+seb"
-#: heads that have eigenvalues to choose from, by the beginning of their names
-_ABLE = ("mpncov", "logcov")
-#: of the small model that is trained where there is none: half a minute on two cores
+#: head of the demo model that is shown first
+BEST_HEAD = "mpncov+seb"
+#: sizes of the training of a small model: half a minute on two cores
 EPOCHS, PER_CLASS = 6, 100
-#: parameters below which a network's work is too small to be shared among threads
+#: networks with fewer parameters run faster on a single thread
 SMALL = 1_000_000
 
 
-def find_demo(folder: Path = DEMO) -> list[Path]:
-    """Folders of finished runs whose heads have eigenvalues, the best known first."""
-    found = []
+def find_demo(folder: Path = DEMO) -> list[TrainedModel]:
+    """Open the finished runs of the demo whose head has eigenvalues to choose from, the best head first."""
+    models = []
     for weights in sorted(folder.glob(f"*/model/{WEIGHTS_FILE}")):
         try:
-            described = json.loads((weights.parent / CONFIG_FILE).read_text(encoding="utf-8"))
-            head = str(described["model"]["head"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue  # half written, or not ours
-        if head.startswith(_ABLE):
-            found.append(weights.parent.parent)
-    return sorted(found, key=lambda run: (run.name != BEST, run.name))
+            trained = open_run(weights.parent)
+            spectral_head(trained.model)
+        except ValueError:
+            continue  # incomplete, not one of ours, or without eigenvalues
+        models.append(trained)
+    return sorted(models, key=lambda trained: trained.model.config["head"] != BEST_HEAD)
 
 
 def train_small(folder: Path, device: str) -> Path:
-    """A small network with the head ``mpncov+seb``, trained on drawn birds for a short while; its folder.
-
-    It goes on where it was interrupted, and is trained once only.
-    """
-    from eigengrain.recipes import load_recipe
-    from eigengrain.training.loop import train
-    from eigengrain.training.signals import Interrupted
-    from eigengrain.training.sources import open_sources
-
+    """Train a small network on drawn birds, or resume its training, and return its folder."""
     if (folder / "model" / WEIGHTS_FILE).is_file():
         return folder
     options = {"out": str(folder), "epochs": EPOCHS, "device": device, "resume": True}
     config = load_recipe("plumage-demo", {**options, "data.options": {"per_class": PER_CLASS}})
     print("no trained model here: training a small one on drawn birds, about half a minute", file=sys.stderr)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # its work is too small to be shared: on busy cores two threads wait for each other
+    torch.set_num_threads(1)  # the network is small: on busy cores two threads would wait for each other
     try:
-        train(config, open_sources(config.data, config.seed))
+        train(config)
     except Interrupted as stop:
         raise KeyboardInterrupt from stop
     finally:
@@ -69,50 +59,53 @@ def train_small(folder: Path, device: str) -> Path:
     return folder
 
 
-def open_lens(name: str, folder: Path, config: Explore, device: torch.device, uploads: Uploads) -> Lens:
-    """A model with images to show it.
+def open_sessions(
+    paths: Sequence[str | Path] = (),
+    split: str = "test",
+    *,
+    name: str | None = None,
+    root: str | None = None,
+    options: Mapping[str, Any] | None = None,
+    device: str = "auto",
+) -> dict[str, Session]:
+    """Open sessions on one or more models, by their names on the page.
+
+    Args:
+        paths: folders that :func:`eigengrain.open_run` opens; without any, the models of the demo, and without these a
+            small model that is trained now.
+        split, name, root, options: data set of the examples, as in :meth:`TrainedModel.dataset`. A model folder without
+            its training options is shown drawn birds if no data set is given.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or ``mps``.
 
     Raises:
-        ValueError: if the folder holds no model, its head has no eigenvalues, or the images do not fit.
+        FileError: if a folder does not contain a model.
+        ArgumentError: if a head has no eigenvalues to choose from, or the data set does not fit the model.
     """
-    says_images = any((place / "args.yaml").is_file() for place in (folder, folder.parent))
-    if config.data is not None or says_images:
-        asked: dict[str, Any] = {"data": config.data, "root": config.root, "data_options": config.data_options}
-        source = open_source(Explain(str(folder), split=config.split, count=1, measure_count=0, **asked))
-        return Lens(name, source.model.to(device), source.dataset, uploads=uploads)
-    model = from_pretrained(folder)
-    side = int(model.pretrained_cfg["input_size"][-1])
-    birds = open_plumage("test", per_class=10, size=max(side, 32), transform=plain_transform(model))
-    return Lens(name, model.to(device), birds, labelled=model.class_names == birds.classes, uploads=uploads)
-
-
-def open_lenses(config: Explore) -> dict[str, Lens]:
-    """The models of a config by name, at least one.
-
-    Raises:
-        ValueError: as :func:`open_lens`.
-    """
-    device = pick_device(config.device)
-    folders = [Path(place) for place in config.checkpoint] or find_demo() or [train_small(OWN, config.device)]
+    chosen = pick_device(device)
+    models = [open_run(path) for path in paths] or find_demo() or [open_run(train_small(OWN, device))]
+    titles = _titles([Path(trained.path or "model") for trained in models])
     uploads = Uploads()
-    named = zip(_names(folders), folders, strict=True)
-    lenses = {name: open_lens(name, folder, config, device, uploads) for name, folder in named}
-    if device.type == "cpu" and all(_parameters(lens) < SMALL for lens in lenses.values()):
+    sessions = {}
+    for title, trained in zip(titles, models, strict=True):
+        if trained.config is None and name is None and root is None and not options:
+            size = max(trained.image_size, 32)
+            images: ImageSet = open_plumage("test", per_class=10, size=size, transform=trained.transform)
+            labelled = trained.model.class_names == images.classes
+        else:
+            images, labelled = trained.dataset(split, name=name, root=root, options=options), True
+        sessions[title] = Session(title, trained.model.to(chosen), images, labelled, uploads)
+    if chosen.type == "cpu" and all(sum(w.numel() for w in trained.model.parameters()) < SMALL for trained in models):
         torch.set_num_threads(1)
-    return lenses
+    return sessions
 
 
-def _parameters(lens: Lens) -> int:
-    return sum(parameter.numel() for parameter in lens.model.parameters())
-
-
-def _names(folders: Sequence[Path]) -> list[str]:
-    """Short names: the last word of a path that says something, and as much more as tells them apart.
+def _titles(folders: Sequence[Path]) -> list[str]:
+    """Short names: the last part of each path, or the whole path if two would be equal.
 
     Example:
-        >>> _names([Path("runs/demo/mpncov/model"), Path("runs/birds"), Path("old/birds")])
+        >>> _titles([Path("runs/demo/mpncov/model"), Path("runs/birds"), Path("old/birds")])
         ['mpncov', 'runs/birds', 'old/birds']
     """
-    plain = [folder.parent if folder.name == "model" and folder.parent.name else folder for folder in folders]
-    short = [folder.name or str(folder) for folder in plain]
-    return [name if short.count(name) == 1 else str(folder) for name, folder in zip(short, plain, strict=True)]
+    runs = [folder.parent if folder.name == "model" and folder.parent.name else folder for folder in folders]
+    short = [run.name or str(run) for run in runs]
+    return [title if short.count(title) == 1 else str(run) for title, run in zip(short, runs, strict=True)]

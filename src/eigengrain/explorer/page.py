@@ -1,8 +1,8 @@
-"""The page: what stands where, and which function answers what. The functions are thin; :class:`Lens` does the work."""
+"""The page: its controls, and the functions that handle their events. :class:`Session` does the work."""
 
 import base64
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from html import escape
 from pathlib import Path
@@ -12,186 +12,191 @@ from urllib.parse import parse_qsl
 import gradio as gr
 from PIL import Image
 
-from eigengrain.cli.explain import CUTS, SCALES
-from eigengrain.data.decode import ImageError
-from eigengrain.explain.perturbation import TOWARD
-from eigengrain.explain.relu_rules import RULES
-from eigengrain.explorer import downloads, views
-from eigengrain.explorer.limits import CONCURRENCY, CONCURRENT_MAPS, KEPT_BYTES, MAX_RUNS, MAX_STEPS, open_upload
-from eigengrain.explorer.memory import Memory
-from eigengrain.explorer.perturbing import Perturbation
-from eigengrain.explorer.session import EXAMPLE, Lens, facts
-from eigengrain.explorer.view import FIRST_RULES, PREDICTED, View, make_view, read_view
+from eigengrain.errors import ArgumentError, ImageError, UnknownName
+from eigengrain.explain.plots import Explained
+from eigengrain.explorer import limits, render
+from eigengrain.explorer.limits import BoundedCache, image_bytes, open_upload
+from eigengrain.explorer.perturbation import PerturbationRun
+from eigengrain.explorer.session import EXAMPLE, Session, spectrum_facts
+from eigengrain.explorer.view import FIRST_RULES, PREDICTED, View
+from eigengrain.names import CUTS, DIRECTIONS, RULES, SCALES
+from eigengrain.pages import TEMPLATES
 
-STYLE = Path(__file__).with_name("style.css").read_text(encoding="utf-8")
+STYLE = (TEMPLATES / "explorer" / "style.css").read_text(encoding="utf-8")
 TITLE = "What large and small eigenvalues see"
+ABOUT = (
+    "The covariance of an image's features is split into its large and its small eigenvalues. See what the model predicts "
+    "with each part, and which pixels matter for it."
+)
 
-#: examples of a class that the gallery shows
-SHOWN = 12
+#: examples of a class in the gallery
+GALLERY_SIZE = 12
 
-#: the address follows the view, so that a copy of it shows the same
+#: the address follows the view, so that a copied link shows the same
 _SET_ADDRESS = "(query) => { history.replaceState(null, '', location.pathname + '?' + query); }"
 _COPY_ADDRESS = "() => { navigator.clipboard?.writeText(location.href); }"
-#: [name, address with the content] → a file in the visitor's folder of downloads
+#: saves [file name, data URI] as a download
 _SAVE = (
     "(file) => { if (!file) return; const [name, uri] = JSON.parse(file); const link = document.createElement('a'); "
     "link.href = uri; link.download = name; document.body.append(link); link.click(); link.remove(); }"
 )
 
-#: what an event has in common: no help pages are made of it
+#: options of events that are not part of gradio's documented API
 _PRIVATE: dict[str, Any] = {"api_visibility": "private"}
 
 
 def theme() -> gr.themes.Base:
-    """Fonts that every machine has: none is fetched."""
+    """Use fonts that are installed everywhere, so that none is fetched."""
     sans = ["system-ui", "-apple-system", "Segoe UI", "Helvetica Neue", "Arial", "sans-serif"]
     mono = ["ui-monospace", "Menlo", "Consolas", "monospace"]
     return gr.themes.Default(primary_hue="blue", neutral_hue="slate", font=sans, font_mono=mono, spacing_size="sm")
 
 
-def _told(answer: Callable[..., Any]) -> Callable[..., Any]:
-    """A visitor's mistake becomes a message on the page; anything else is a bug and keeps its traceback in the log."""
+def _show_errors(handler: Callable[..., Any]) -> Callable[..., Any]:
+    """Show a ValueError as a message on the page. Any other error is a bug, and its traceback goes to the log."""
 
-    @wraps(answer)
-    def safely(*values: Any) -> Any:
+    @wraps(handler)
+    def handle(*values: Any) -> Any:
         try:
-            return answer(*values)
+            return handler(*values)
         except ValueError as error:
             raise gr.Error(escape(str(error)), print_exception=False) from None
 
-    return safely
+    return handle
 
 
 class Page:
-    """Answers of the page, by what stands on it.
+    """Event handlers of the page. The first session is shown first; ``uploads`` is the server's folder of uploads."""
 
-    Args:
-        lenses: models by name, the first of which is shown first.
-        uploads: folder in which the server keeps what is uploaded.
-    """
-
-    def __init__(self, lenses: Mapping[str, Lens], uploads: str | Path):
-        self.lenses, self.uploads = dict(lenses), Path(uploads)
-        #: by file, whose name says its content: where two visitors send the same one, the first to be answered deletes it
-        self._opened = Memory[Image.Image](KEPT_BYTES // 4, lambda image: 3 * image.width * image.height)
+    def __init__(self, sessions: Mapping[str, Session], uploads: str | Path):
+        self.sessions, self.uploads = dict(sessions), Path(uploads)
+        #: by path. gradio names a file by its content: if two visitors send the same one, the first request deletes it
+        self._opened = BoundedCache[Image.Image](limits.CACHE_BYTES // 4, image_bytes)
         #: by visitor
-        self._running: dict[str, Perturbation] = {}
+        self._running: dict[str, PerturbationRun] = {}
 
-    def lens(self, name: object) -> Lens:
-        found = self.lenses.get(str(name))
-        if found is None:
-            raise ValueError("there is no such model here")
-        return found
+    def session(self, name: object) -> Session:
+        session = self.sessions.get(str(name))
+        if session is None:
+            raise UnknownName("model", str(name)[: limits.MAX_TEXT], self.sessions)
+        return session
 
-    def view(self, model: object, image: object, *rest: Any) -> tuple[Lens, View]:
-        lens = self.lens(model)
-        return lens, make_view(lens, str(image), *rest)
+    def view(self, model: object, image: object, *rest: Any) -> tuple[Session, View]:
+        session = self.session(model)
+        return session, View.from_controls(session, str(image), *rest)
 
-    # what is shown
+    # Results
 
+    @_show_errors
     def glance(self, *values: Any) -> tuple[str, str, str, str]:
-        """Numbers, spectrum, predictions and address: what a moved split changes at once."""
-        lens, view = self.view(*values)
-        look = lens.look(view.image)
-        answers = lens.answers(look, view.split, view.custom)
+        """Numbers, spectrum, predictions and address: what a new split changes at once."""
+        session, view = self.view(*values)
+        analysis = session.analyse(view.image)
+        predictions = session.predict(analysis, view.split, view.custom)
         return (
-            views.numbers(facts(look.eigenvalues, view.split), lens.channels, view.split),
-            views.spectrum(lens, look, view.split, answers),
-            views.predictions(lens, look, answers),
+            render.numbers(spectrum_facts(analysis.eigenvalues, view.split), session.channels, view.split),
+            render.spectrum(session, analysis, view.split, predictions),
+            render.predictions(session, analysis, predictions),
             view.query(),
         )
 
-    def maps(self, *values: Any) -> str:
-        """The maps of the view."""
-        lens, view = self.view(*values)
-        explained = lens.explain(lens.look(view.image), view.split, view.rules, view.custom, view.target_class, view.cut)
-        return views.maps(explained, lens.subsets(view.split, view.custom), view.scale)
+    @_show_errors
+    def maps(self, *values: Any) -> Any:
+        """The saliency maps of the view."""
+        try:
+            session, view = self.view(*values)
+        except ValueError:
+            return gr.skip()  # glance, which runs at the same time, shows the error
+        return render.maps(self._explain(session, view), session.subsets(view.split, view.custom), view.scale)
 
+    def _explain(self, session: Session, view: View) -> Explained:
+        analysis = session.analyse(view.image)
+        return session.explain(analysis, view.split, view.rules, view.custom, view.target_class, view.cut)
+
+    @_show_errors
     def picture(self, model: object, image: object) -> str:
-        lens = self.lens(model)
-        return views.picture(lens, lens.look(str(image)))
+        session = self.session(model)
+        return render.picture(session, session.analyse(str(image)))
 
-    # what is chosen
+    # Choices
 
-    def opened(self, request: gr.Request) -> list[Any]:
-        """Every choice, as the address says, then the class and the examples of the gallery."""
-        view = read_view(dict(request.query_params), self.lenses)
-        lens = self.lenses[view.model]
-        shown = self._class_of(lens, view.image)
-        return [
-            view.model,
-            view.image,
-            gr.Slider(value=view.split, maximum=lens.channels - 1),
-            list(view.rules),
-            view.custom,
-            gr.Dropdown(choices=self.targets(lens), value=view.target),
-            view.cut,
-            view.scale,
-            gr.Dropdown(choices=self.classes(lens), value=shown),
-            self.gallery(view.model, shown),
-        ]
+    def restore(self, request: gr.Request) -> list[Any]:
+        """Values of all controls from the address."""
+        view = View.from_query(dict(request.query_params), self.sessions)
+        return [view.model, list(view.rules), view.cut, view.scale, *self._controls(view)]
 
-    def other_model(self, model: object, image: object, split: Any, query: object) -> list[Any]:
-        """The same view with another model, as far as it has the same image and as many eigenvalues.
+    @_show_errors
+    def change_model(self, model: object, image: object, split: Any, query: object) -> list[Any]:
+        """Show the same view with another model, as far as it has the same image and number of eigenvalues.
 
-        A list that is left without a choice tells its value too: where that is the model of the view, ``query``, all stays.
+        A dropdown that is closed without a new choice sends its value too: nothing changes if it is the model of ``query``.
         """
-        lens = self.lens(model)
+        session = self.session(model)
         former = dict(parse_qsl(str(query)))
-        if former.get("model") == lens.name:
+        if former.get("model") == session.name:
             return [gr.skip() for _ in range(6)]
-        words = {"model": lens.name, "image": str(image), "split": str(split)}
-        view = read_view(words, self.lenses)
-        shown = self._class_of(lens, view.image)
-        # what the visitor wrote stays; what the former model keeps itself says nothing about this one
-        left = self.lenses.get(former.get("model", ""))
-        untouched = left is None or former.get("custom", "") == left.own
+        words = {"model": session.name, "image": str(image), "split": str(split)}
+        view = View.from_query(words, self.sessions)
+        # keep a subset that the visitor wrote; replace the former model's own subset by that of the new model
+        left = self.sessions.get(former.get("model", ""))
+        untouched = left is None or former.get("custom", "") == left.own_subset
+        image, split, custom, *rest = self._controls(view)
+        return [image, split, custom if untouched else gr.skip(), *rest]
+
+    def _controls(self, view: View) -> list[Any]:
+        """Image, split, custom subset, target, and class and images of the gallery."""
+        session = self.sessions[view.model]
+        number = session.example_number(view.image)
+        label = 0 if number is None else session.images.labels[number]
         return [
             view.image,
-            gr.Slider(value=view.split, maximum=lens.channels - 1),
-            view.custom if untouched else gr.skip(),
-            gr.Dropdown(choices=self.targets(lens), value=PREDICTED),
-            gr.Dropdown(choices=self.classes(lens), value=shown),
-            self.gallery(lens.name, shown),
+            gr.Slider(value=view.split, maximum=session.channels - 1),
+            view.custom,
+            gr.Dropdown(choices=self.targets(session), value=view.target),
+            gr.Dropdown(choices=self.classes(session), value=label),
+            self.gallery(session.name, label),
         ]
 
-    def classes(self, lens: Lens) -> list[tuple[str, int]]:
-        return [(name, number) for number, name in enumerate(lens.images.classes)]
+    def classes(self, session: Session) -> list[tuple[str, int]]:
+        return [(name, number) for number, name in enumerate(session.images.classes)]
 
-    def targets(self, lens: Lens) -> list[tuple[str, str]]:
-        return [("the predicted class", PREDICTED), *((name, str(number)) for number, name in enumerate(lens.classes))]
+    def targets(self, session: Session) -> list[tuple[str, str]]:
+        return [("predicted class", PREDICTED), *((name, str(number)) for number, name in enumerate(session.classes))]
 
-    def _class_of(self, lens: Lens, image: str) -> int:
-        number = image.removeprefix(EXAMPLE)
-        return lens.images.labels[int(number)] if image.startswith(EXAMPLE) else 0
-
+    @_show_errors
     def gallery(self, model: object, label: object) -> list[Image.Image]:
         """Examples of a class."""
-        lens = self.lens(model)
-        number = label if isinstance(label, int) else 0
-        return [lens.thumbnail(example) for example in lens.of_class(number, SHOWN)]
+        session = self.session(model)
+        return [session.thumbnail(number) for number in self._gallery_numbers(session, label)]
 
+    def _gallery_numbers(self, session: Session, label: object) -> list[int]:
+        return session.examples(label if isinstance(label, int) else 0, GALLERY_SIZE)
+
+    @_show_errors
     def choose(self, model: object, label: object, event: gr.SelectData) -> str:
-        """The key of the example that was clicked on."""
-        numbers = self.lens(model).of_class(label if isinstance(label, int) else 0, SHOWN)
+        """The key of the example that was clicked."""
+        numbers = self._gallery_numbers(self.session(model), label)
         if not isinstance(event.index, int) or not 0 <= event.index < len(numbers):
-            raise ValueError("there is no such example")
+            raise ArgumentError("example", "does not exist")
         return f"{EXAMPLE}{numbers[event.index]}"
 
+    @_show_errors
     def upload(self, model: object, path: str | None) -> tuple[str, None]:
-        """The key of an uploaded image; the file itself is deleted."""
+        """The key of an uploaded image; the file is deleted."""
         if not path:
-            raise ValueError("nothing was uploaded")
+            raise ArgumentError("file", "is missing")
+        file = Path(path).resolve()
         try:
-            look = self.lens(model).upload(self._open(path), f"uploaded: {Path(path).name}")
+            analysis = self.session(model).upload(self._open(path), f"uploaded: {file.name}")
         finally:
-            self._forget(path)
-        return look.key, None
+            if file.is_relative_to(self.uploads.resolve()):
+                file.unlink(missing_ok=True)
+        return analysis.key, None
 
     def _open(self, path: str) -> Image.Image:
         try:
             image = open_upload(path, self.uploads)
-        except (ImageError, OSError):
+        except (ArgumentError, ImageError, OSError):
             opened = self._opened.get(path)
             if opened is None:
                 raise
@@ -199,35 +204,29 @@ class Page:
         self._opened.put(path, image)
         return image
 
-    def _forget(self, path: str) -> None:
-        file = Path(path).resolve()
-        if file.is_relative_to(self.uploads.resolve()):
-            file.unlink(missing_ok=True)
+    # Perturbation and downloads
 
-    # what is done
-
-    def perturb(self, *values: Any) -> Iterator[str]:
-        """Change the image, and show it on its way."""
-        *chosen, toward, steps, rate, request = values
-        try:
-            lens, view = self.view(*chosen)
-            look = lens.look(view.image)
-            run = Perturbation(lens, look, str(toward), view.split, int(steps), float(rate))
-        except (TypeError, ValueError, OverflowError) as error:
-            raise gr.Error(escape(str(error)), print_exception=False) from None
-        visitor = str(request.session_hash)
+    def perturb(self, request: gr.Request, *values: Any) -> Iterator[str]:
+        """Perturb the image and show its progress."""
+        run, visitor = self._perturbation(*values), str(request.session_hash)
         self.stop(request)
         self._running[visitor] = run
         try:
             for progress in run.updates():
-                yield views.perturbed(look, progress, str(toward))
+                yield render.perturbation(run.analysis, progress, run.toward)
         finally:
             run.stop()
             if self._running.get(visitor) is run:
                 del self._running[visitor]
 
+    @_show_errors
+    def _perturbation(self, *values: Any) -> PerturbationRun:
+        *chosen, toward, steps, lr = values
+        session, view = self.view(*chosen)
+        return PerturbationRun(session, session.analyse(view.image), str(toward), view.split, int(steps), float(lr))
+
     def stop(self, request: gr.Request) -> None:
-        """End the visitor's perturbation, if there is one."""
+        """Stop the visitor's perturbation, if there is one."""
         run = self._running.get(str(request.session_hash))
         if run is not None:
             run.stop()
@@ -236,209 +235,121 @@ class Page:
         for run in list(self._running.values()):
             run.stop()
 
-    def panel(self, *values: Any) -> str:
-        """The panel as a file to save."""
-        lens, view = self.view(*values)
-        look = lens.look(view.image)
-        explained = lens.explain(look, view.split, view.rules, view.custom, view.target_class, view.cut)
-        return _file(f"eigengrain-{_stem(view)}.png", "image/png", downloads.panel(explained, view.scale))
+    @_show_errors
+    def save_panel(self, *values: Any) -> str:
+        """The maps as a download."""
+        session, view = self.view(*values)
+        panel = render.panel_png(self._explain(session, view), view.scale)
+        return _download(session, view, "png", "image/png", panel)
 
-    def table(self, *values: Any) -> str:
-        """The numbers as a file to save."""
-        lens, view = self.view(*values)
-        look = lens.look(view.image)
-        text = downloads.table(lens, look, view.split, lens.answers(look, view.split, view.custom))
-        return _file(f"eigengrain-{_stem(view)}.csv", "text/csv;charset=utf-8", text.encode())
-
-
-def _stem(view: View) -> str:
-    name = view.image if view.image.startswith(EXAMPLE) else "upload"
-    return f"{name}-split{view.split}"
+    @_show_errors
+    def save_table(self, *values: Any) -> str:
+        """The numbers as a download."""
+        session, view = self.view(*values)
+        analysis = session.analyse(view.image)
+        predictions = session.predict(analysis, view.split, view.custom)
+        text = render.table_csv(session, analysis, view.split, predictions)
+        return _download(session, view, "csv", "text/csv;charset=utf-8", text.encode())
 
 
-def _file(name: str, kind: str, content: bytes) -> str:
+def _download(session: Session, view: View, suffix: str, kind: str, content: bytes) -> str:
+    image = "upload" if session.example_number(view.image) is None else view.image
+    name = f"eigengrain-{image}-split{view.split}.{suffix}"
     return json.dumps([name, f"data:{kind};base64,{base64.b64encode(content).decode()}"])
 
 
 def build(page: Page) -> gr.Blocks:
-    """The page with everything connected."""
-    first = next(iter(page.lenses.values()))
+    """Lay out the page and connect its events."""
+    first = next(iter(page.sessions.values()))
     with gr.Blocks(title=TITLE, analytics_enabled=False, delete_cache=(600, 3600)) as blocks:
         with gr.Row(equal_height=True):
             with gr.Column(scale=3, elem_id="title"):
-                gr.Markdown(
-                    f"# {TITLE}\nThe covariance of an image's features, split into its large and its small eigenvalues: "
-                    "what each part says, and where it looks."
-                )
-            model = gr.Dropdown(list(page.lenses), value=first.name, label="Model", elem_id="model", scale=2)
+                gr.Markdown(f"# {TITLE}\n{ABOUT}")
+            model = gr.Dropdown(list(page.sessions), value=first.name, label="Model", elem_id="model", scale=2)
         with gr.Row():
             with gr.Column(scale=1, min_width=300):
                 picture = gr.HTML(elem_id="picture")
-                label = gr.Dropdown(page.classes(first), value=0, label="Examples of", elem_id="class")
-                gallery = gr.Gallery(
-                    label="Choose one",
-                    show_label=False,
-                    columns=4,
-                    height="auto",
-                    object_fit="cover",
-                    allow_preview=False,
-                    interactive=False,
-                    buttons=[],
-                    elem_id="gallery",
-                )
-                upload = gr.File(
-                    label="An image of your own, up to 10 MB",
-                    file_count="single",
-                    type="filepath",
-                    height=140,
-                    elem_id="upload",
-                )
+                label = gr.Dropdown(page.classes(first), value=0, label="Examples of class", elem_id="class")
+                tiles: dict[str, Any] = {"columns": 4, "height": "auto", "object_fit": "cover", "allow_preview": False}
+                gallery = gr.Gallery(show_label=False, interactive=False, buttons=[], elem_id="gallery", **tiles)
+                megabytes = limits.MAX_BYTES // 2**20
+                upload = gr.File(label=f"Your own image, up to {megabytes} MB", height=140, elem_id="upload")
                 rules = gr.CheckboxGroup(
-                    list(RULES), value=list(FIRST_RULES), label="Rules at the rectifiers", elem_id="rules"
+                    list(RULES), value=list(FIRST_RULES), label="Backward rules at the ReLUs", elem_id="rules"
                 )
-                target = gr.Dropdown(page.targets(first), value=PREDICTED, label="Explain", elem_id="target")
-                cut = gr.Radio(list(CUTS), value=CUTS[0], label="The kept subspace turns (exact) or not", elem_id="cut")
-                scale = gr.Radio(
-                    [("a row", SCALES[0]), ("each map", SCALES[1])],
-                    value=SCALES[0],
-                    label="One scale of colours for",
-                    elem_id="scale",
-                )
+                target = gr.Dropdown(page.targets(first), value=PREDICTED, label="Class to explain", elem_id="target")
+                cuts = [("moves (exact)", CUTS[0]), ("is fixed (projector)", CUTS[1])]
+                cut = gr.Radio(cuts, value=CUTS[0], label="In the gradient, the kept subspace", elem_id="cut")
+                scales = [("one per row", SCALES[0]), ("one per map", SCALES[1])]
+                scale = gr.Radio(scales, value=SCALES[0], label="Colour scale", elem_id="scale")
                 custom = gr.Textbox(
-                    label="Subset of your own",
-                    placeholder="such as top:1+last:12",
-                    max_length=200,
-                    submit_btn="keep",
+                    label="Your own subset of the eigenvalues",
+                    placeholder="for example top:1+last:12",
+                    max_length=limits.MAX_TEXT,
+                    submit_btn="Apply",
                     elem_id="custom",
                 )
             with gr.Column(scale=3, min_width=520):
                 numbers = gr.HTML(elem_id="numbers")
                 spectrum = gr.HTML(elem_id="spectrum")
-                split = gr.Slider(
-                    1,
-                    first.channels - 1,
-                    value=1,
-                    step=1,
-                    label="Eigenvalues that count as large",
-                    buttons=[],  # its button for the first value knows that of no view, and tells no one
-                    elem_id="split",
-                )
-                answers = gr.HTML(elem_id="answers")
-                with gr.Tab("Where it looks", elem_id="tab-maps"):
-                    shown = gr.HTML(elem_id="maps")
-                with gr.Tab("Change the image", elem_id="tab-perturb"):
+                # without its reset button, which would move the slider without an event
+                options: dict[str, Any] = {"label": "Number of large eigenvalues", "buttons": [], "elem_id": "split"}
+                split = gr.Slider(1, first.channels - 1, value=1, step=1, **options)
+                predictions = gr.HTML(elem_id="answers")
+                with gr.Tab("Saliency maps", elem_id="tab-maps"):
+                    maps = gr.HTML(elem_id="maps")
+                with gr.Tab("Perturb the image", elem_id="tab-perturb"):
                     with gr.Row():
-                        toward = gr.Radio(list(TOWARD), value="small", label="Toward eigenvalues", elem_id="toward")
-                        steps = gr.Slider(10, MAX_STEPS, value=200, step=10, label="Steps", elem_id="steps")
-                        rate = gr.Slider(0.005, 0.2, value=0.02, step=0.005, label="Rate", elem_id="rate")
+                        toward = gr.Radio(list(DIRECTIONS), value="small", label="Toward eigenvalues", elem_id="toward")
+                        steps = gr.Slider(10, limits.MAX_STEPS, value=200, step=10, label="Steps", elem_id="steps")
+                        lr = gr.Slider(0.005, 0.2, value=0.02, step=0.005, label="Learning rate", elem_id="lr")
                     with gr.Row():
                         start = gr.Button("Start", variant="primary", elem_id="start")
                         stop = gr.Button("Stop", variant="stop", elem_id="stop")
-                    changed = gr.HTML(elem_id="changed")
+                    perturbed = gr.HTML(elem_id="perturbed")
                 with gr.Row():
-                    save_panel = gr.Button("Save the panel (PNG)", size="sm", elem_id="save-panel")
+                    save_panel = gr.Button("Save the maps (PNG)", size="sm", elem_id="save-panel")
                     save_table = gr.Button("Save the numbers (CSV)", size="sm", elem_id="save-table")
-                    copy = gr.Button("Copy the address of this view", size="sm", elem_id="copy")
-        image = gr.Textbox(visible=False)
-        query = gr.Textbox(visible=False)
-        file = gr.Textbox(visible=False)
+                    copy = gr.Button("Copy a link to this view", size="sm", elem_id="copy")
+        image, query, file = (gr.Textbox(visible=False) for _ in range(3))
 
         chosen = [model, image, split, rules, custom, target, cut, scale]
-        # values come as they are: make_view looks at them, and moves a split that was typed in as the page does, where
-        # gradio would refuse it and leave the page with another one than the box
-        quick: dict[str, Any] = {
-            "fn": _told(page.glance),
-            "inputs": chosen,
-            "preprocess": False,
-            "outputs": [numbers, spectrum, answers, query],
-            "show_progress": "hidden",
-            "concurrency_limit": CONCURRENCY,
-            "concurrency_id": "glance",
-        }
-        slow: dict[str, Any] = {
-            "fn": _told(page.maps),
-            "inputs": chosen,
-            "preprocess": False,
-            "outputs": shown,
-            "show_progress": "minimal",
-            "concurrency_limit": CONCURRENT_MAPS,
-            "concurrency_id": "maps",
-        }
+        # without gradio's preprocessing, which refuses a split out of range; View.from_controls moves it into the range
+        quick: dict[str, Any] = {"fn": page.glance, "inputs": chosen, "preprocess": False}
+        quick |= {"outputs": [numbers, spectrum, predictions, query], "show_progress": "hidden"}
+        quick |= {"concurrency_limit": limits.CONCURRENCY, "concurrency_id": "glance"}
+        slow = {**quick, "fn": page.maps, "outputs": maps, "show_progress": "minimal"}
+        slow |= {"concurrency_limit": limits.CONCURRENT_MAPS, "concurrency_id": "maps"}
         address: dict[str, Any] = {"fn": None, "inputs": query, "js": _SET_ADDRESS, **_PRIVATE}
+        hidden: dict[str, Any] = {"show_progress": "hidden", **_PRIVATE}
 
-        def after(event: Any, new_image: bool = True) -> None:
-            """Show what was chosen: the image, then what is quick, then the maps."""
-            if new_image:
-                seen = event.then(_told(page.picture), [model, image], picture, show_progress="hidden", **_PRIVATE)
-            else:
-                seen = event
-            seen.then(**quick, **_PRIVATE).then(**address)
-            seen.then(**slow, **_PRIVATE)
+        def show_all(event: Any) -> None:
+            """After an event, show the image, then what is quick, and the maps."""
+            shown = event.then(page.picture, [model, image], picture, **hidden)
+            shown.then(**quick, **_PRIVATE).then(**address)
+            shown.then(**slow, **_PRIVATE)
 
-        everything = [*chosen, label, gallery]
-        after(blocks.load(page.opened, None, everything, show_progress="hidden", **_PRIVATE))
-        seen = [model, image, split, query]
-        after(model.input(_told(page.other_model), seen, [image, split, custom, target, label, gallery], **_PRIVATE))
-        label.input(_told(page.gallery), [model, label], gallery, show_progress="hidden", **_PRIVATE)
-        # a function that is told what was clicked on names the event in its signature
-        after(gallery.select(_choosing(page), [model, label], image, show_progress="hidden", **_PRIVATE))
-        uploaded = upload.upload(_told(page.upload), [model, upload], [image, upload], show_progress="minimal", **_PRIVATE)
-        after(uploaded)
-        uploaded.failure(lambda: None, None, upload, **_PRIVATE)  # a refused file makes room for the next one too
-        # the last position of a moved split is always answered, those on the way where there is time
+        changed = [image, split, custom, target, label, gallery]
+        show_all(blocks.load(page.restore, None, [model, rules, cut, scale, *changed], **hidden))
+        show_all(model.input(page.change_model, [model, image, split, query], changed, **_PRIVATE))
+        label.input(page.gallery, [model, label], gallery, **hidden)
+        show_all(gallery.select(page.choose, [model, label], image, **hidden))
+        uploaded = upload.upload(page.upload, [model, upload], [image, upload], show_progress="minimal", **_PRIVATE)
+        show_all(uploaded)
+        uploaded.failure(lambda: None, None, upload, **_PRIVATE)  # after a refused file, the next one can be uploaded
+        # the last position of a moved slider is always answered, those before if there is time
         split.input(**quick, trigger_mode="always_last", api_name="split_glance").then(**address)
         split.input(**slow, trigger_mode="always_last", api_name="split_maps")
         for choice in (rules.input, target.input, cut.input, scale.input, custom.submit, custom.blur):
             choice(**quick, trigger_mode="always_last", **_PRIVATE).then(**address)
             choice(**slow, trigger_mode="always_last", **_PRIVATE)
 
-        start.click(
-            _perturbing(page),
-            [*chosen, toward, steps, rate],
-            changed,
-            show_progress="hidden",
-            concurrency_limit=MAX_RUNS,
-            trigger_mode="once",
-            **_PRIVATE,
-        )
-        stop.click(_stopping(page), None, None, queue=False, show_progress="hidden", **_PRIVATE)
-        blocks.unload(_stopping(page))
-        for button, answer in ((save_panel, page.panel), (save_table, page.table)):
-            saved = button.click(_told(answer), chosen, file, show_progress="minimal", concurrency_limit=2, **_PRIVATE)
+        run: dict[str, Any] = {"concurrency_limit": limits.MAX_RUNS, "trigger_mode": "once", **hidden}
+        start.click(page.perturb, [*chosen, toward, steps, lr], perturbed, **run)
+        stop.click(page.stop, None, None, queue=False, **hidden)
+        blocks.unload(page.stop)
+        for button, handler in ((save_panel, page.save_panel), (save_table, page.save_table)):
+            saved = button.click(handler, chosen, file, show_progress="minimal", concurrency_limit=2, **_PRIVATE)
             saved.then(None, file, js=_SAVE, **_PRIVATE)
         copy.click(None, js=_COPY_ADDRESS, **_PRIVATE)
     return blocks
-
-
-def _choosing(page: Page) -> Callable[..., str]:
-    def choose(model: str, label: int, event: gr.SelectData) -> str:
-        return str(_told(page.choose)(model, label, event))
-
-    return choose
-
-
-def _perturbing(page: Page) -> Callable[..., Iterator[str]]:
-    def perturb(
-        model: str,
-        image: str,
-        split: int,
-        rules: Sequence[str],
-        custom: str,
-        target: str,
-        cut: str,
-        scale: str,
-        toward: str,
-        steps: int,
-        rate: float,
-        request: gr.Request,
-    ) -> Iterator[str]:
-        yield from page.perturb(model, image, split, rules, custom, target, cut, scale, toward, steps, rate, request)
-
-    return perturb
-
-
-def _stopping(page: Page) -> Callable[..., None]:
-    def stop(request: gr.Request) -> None:
-        page.stop(request)
-
-    return stop

@@ -1,4 +1,4 @@
-"""The server around the page: where it listens, who may come in, and what a browser is allowed to load."""
+"""The server of the page: where it listens, who can use it, and what a browser can load."""
 
 import hmac
 import ipaddress
@@ -10,23 +10,24 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from eigengrain.errors import ArgumentError
 from eigengrain.explorer.limits import MAX_BYTES, MAX_QUEUE
 
-# before gradio is imported: it must not tell anyone that it was
+# before gradio is imported, so that it reports nothing
 os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from eigengrain.explorer.page import STYLE, Page, build, theme
-from eigengrain.explorer.session import Lens
+from eigengrain.explorer.session import Session
 
 USER = "eigengrain"
 
-#: where gradio looks for the folder of uploads
+#: environment variable with gradio's folder of uploads
 _FOLDER = "GRADIO_TEMP_DIR"
 
-#: a page that loads nothing from elsewhere and stands in no other page
+#: the page loads nothing from other sites, and cannot be embedded in another page
 _HEADERS = {
     b"content-security-policy": (
         b"default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval'; style-src 'self' 'unsafe-inline'; "
@@ -38,9 +39,13 @@ _HEADERS = {
 }
 
 
+#: features of gradio that are switched off, whatever its environment variables are
+_OFF = ("share", "inline", "inbrowser", "show_error", "run_history", "enable_monitoring", "ssr_mode", "pwa", "mcp_server")
+
+
 @contextmanager
-def _reached_directly(*hosts: str) -> Iterator[None]:
-    """Keep a proxy of the environment out: gradio asks the page that it has just opened whether it is there."""
+def _without_proxy(*hosts: str) -> Iterator[None]:
+    """Bypass a proxy of the environment: gradio requests its own page after it has started."""
     before = {name: os.environ.get(name) for name in ("no_proxy", "NO_PROXY")}
     os.environ["no_proxy"] = ",".join([*filter(None, before.values()), *hosts])
     try:
@@ -51,7 +56,7 @@ def _reached_directly(*hosts: str) -> Iterator[None]:
 
 
 class _SafeHeaders:
-    """Adds the headers above to every answer."""
+    """Middleware that adds the security headers to every response."""
 
     def __init__(self, app: Any):
         self.app = app
@@ -59,15 +64,15 @@ class _SafeHeaders:
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         async def with_headers(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                given = [pair for pair in message["headers"] if pair[0].lower() not in _HEADERS]
-                message["headers"] = [*given, *_HEADERS.items()]
+                others = [pair for pair in message["headers"] if pair[0].lower() not in _HEADERS]
+                message["headers"] = [*others, *_HEADERS.items()]
             await send(message)
 
         await self.app(scope, receive, with_headers)
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is reached from this machine alone.
+    """Whether an address can only be reached from this machine.
 
     Example:
         >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
@@ -81,77 +86,64 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def check_reach(host: str, password: str | None) -> None:
-    """Refuse an address that others can reach without a password.
-
-    Raises:
-        ValueError: for such an address.
-    """
+def check_password(host: str, password: str | None) -> None:
+    """Require a password for an address that other machines can reach, else raise an ArgumentError."""
     if not is_loopback(host) and not password:
-        raise ValueError(f"--host {host} can be reached by others: set a --password for it, or leave --host out")
+        raise ArgumentError("host", "can be reached from other machines", host, "set {password}, or leave {host} out")
 
 
 class Server:
-    """The page at an address, until it is closed. Used with ``with``.
+    """A context manager that serves the page.
 
     Args:
-        lenses: models by name.
-        host: address to listen at.
-        port: None for a free one from 7860 on.
-        password: asked of every visitor, with the name ``eigengrain``; needed where others can reach the address.
+        sessions: models by name.
+        host, port: where to listen; without a port, at a free one from 7860 on.
+        password: password of the user ``eigengrain``; required if other machines can reach the address.
 
     Raises:
-        ValueError: for an address that others can reach without a password, or one that cannot be listened at.
+        ArgumentError: if the password is missing, or the server cannot listen at the address.
     """
 
     def __init__(
-        self, lenses: Mapping[str, Lens], host: str = "127.0.0.1", port: int | None = None, password: str | None = None
+        self, sessions: Mapping[str, Session], host: str = "127.0.0.1", port: int | None = None, password: str | None = None
     ):
-        check_reach(host, password)
+        check_password(host, password)
         self.host, self.port, self.password = host, port, password
         self._folder = Path(tempfile.mkdtemp(prefix="eigengrain-explore-"))
         self._folder_before = os.environ.get(_FOLDER)
         os.environ[_FOLDER] = str(self._folder)
-        self.page = Page(lenses, self._folder)
+        self.page = Page(sessions, self._folder)
         self.blocks = build(self.page)
         self.blocks.queue(max_size=MAX_QUEUE, api_open=False)
 
     def __enter__(self) -> "Server":
         try:
-            with _reached_directly("localhost", "127.0.0.1", self.host):
+            with _without_proxy("localhost", "127.0.0.1", self.host):
                 self._launch()
         except BaseException as error:
             self.close()
             if isinstance(error, OSError):
-                raise ValueError(f"cannot listen at {self.host}, port {self.port or '7860 to 7959'}: {error}") from error
+                raise ArgumentError("port", f"cannot be used at {self.host} ({error})", self.port) from error
             raise
         return self
 
     def _launch(self) -> None:
-        name = f"[{self.host}]" if ":" in self.host else self.host  # as IPv6 stands in an address
+        name = f"[{self.host}]" if ":" in self.host else self.host  # IPv6 in an address
         middleware = [Middleware(_SafeHeaders)]
         if is_loopback(self.host):
-            # a page elsewhere could give its own name this machine's address and read the answers
-            hosts = ["localhost", "127.0.0.1", name, "["]  # older versions see no more of IPv6 than the bracket
+            # against DNS rebinding: another site could point its own name to this machine and read the responses
+            hosts = ["localhost", "127.0.0.1", name, "["]  # older versions of starlette cut an IPv6 host at the bracket
             middleware.append(Middleware(TrustedHostMiddleware, allowed_hosts=hosts))
         _, self.url, _ = self.blocks.launch(
             server_name=name,
             server_port=self.port,
-            auth=self._admits if self.password else None,
+            auth=self._authenticate if self.password else None,
             prevent_thread_lock=True,
             quiet=True,
-            share=False,
-            inline=False,
-            inbrowser=False,
-            show_error=False,
             footer_links=[],
-            run_history=False,
             allowed_paths=[],
             max_file_size=MAX_BYTES,
-            enable_monitoring=False,
-            ssr_mode=False,
-            pwa=False,
-            mcp_server=False,
+            **dict.fromkeys(_OFF, False),
             app_kwargs={"middleware": middleware, "docs_url": None, "redoc_url": None, "openapi_url": None},
             theme=theme(),
             css=STYLE,
@@ -161,7 +153,7 @@ class Server:
         self.close()
 
     def close(self) -> None:
-        """Stop what runs, and delete what was uploaded."""
+        """Stop running perturbations and the server, and delete uploaded files."""
         self.page.stop_all()
         self.blocks.close(verbose=False)
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -170,7 +162,7 @@ class Server:
             if self._folder_before is not None:
                 os.environ[_FOLDER] = self._folder_before
 
-    def _admits(self, name: str, password: str) -> bool:
-        # by bytes and in constant time, so that the time of an answer tells nothing
-        known = hmac.compare_digest(name.encode(), USER.encode())
-        return hmac.compare_digest(password.encode(), (self.password or "").encode()) and known
+    def _authenticate(self, name: str, password: str) -> bool:
+        # compares bytes in constant time, so that the duration reveals nothing
+        same_name = hmac.compare_digest(name.encode(), USER.encode())
+        return hmac.compare_digest(password.encode(), (self.password or "").encode()) and same_name

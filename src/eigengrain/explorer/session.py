@@ -1,7 +1,7 @@
-r"""A model and the images that it was shown: everything that the page says, without the page.
+r"""One model, its example images and the results for each image: everything that the page shows, without the page.
 
-An image goes through the backbone once. Its reduced features, its eigenvalues and the scores of every split are kept, so
-that a moved split is answered from memory; maps take a pass of their own, :func:`eigengrain.explain.attribute_rules`.
+An image passes through the backbone once. Its reduced features, eigenvalues and the scores of every split are cached, so a
+new split is answered from memory. Maps need a pass of their own, :func:`eigengrain.explain.plots.explain_images`.
 """
 
 import logging
@@ -11,126 +11,94 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
 
-from eigengrain.cli.explain_plan import own_part
 from eigengrain.data import ImageSet
-from eigengrain.data.decode import ImageError
-from eigengrain.explain.animation import rgb_pixels
-from eigengrain.explain.measures import collapse
-from eigengrain.explain.plots import Explained
-from eigengrain.explain.saliency import attribute_rules
-from eigengrain.explorer.limits import KEPT_BYTES, MAX_TEXT, MAX_WAIT, BusyError
-from eigengrain.explorer.memory import Memory
-from eigengrain.explorer.uploads import UPLOAD, Uploads
+from eigengrain.errors import ArgumentError, ImageError
+from eigengrain.explain.plots import Explained, explain_images, rgb_pixels
+from eigengrain.explorer import limits
+from eigengrain.explorer.limits import BoundedCache, BusyError, Uploads
 from eigengrain.functional import EigenSubset
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope
-from eigengrain.heads import CovarianceHead
+from eigengrain.functional.subsets import small_part
+from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet
 
 _log = logging.getLogger(__name__)
 
-#: splits whose scores are found when an image is first seen: all of them up to 65 eigenvalues, else evenly spaced ones
-PROFILE = 64
+#: splits that are scored when an image is first analysed: all of them up to 65 eigenvalues, else evenly spaced ones
+PROFILE_POINTS = 64
 #: subsets that are pooled together, which bounds the memory of their matrices
-TOGETHER = 32
-#: before an example's number
+SUBSET_BATCH = 32
+#: prefix of the key of an example; its number follows
 EXAMPLE = "example-"
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
-    """An image as the model saw it.
+class Analysis:
+    """An image and what the model computed from it."""
 
-    Args:
-        key: by which it is asked for.
-        title: for a reader.
-        label: its class, where that is known.
-        inputs: (1, 3, H, W), normalised.
-        pixels: the same as RGB, uint8 (3, H, W).
-        reduced: feature map after the head's reduction, (1, d, h, w).
-        eigenvalues: of its covariance, descending, float64 (d,), on the CPU; those that are rounding are 0.
-        scores: subset as text → scores of the classes, float64 (classes,), on the CPU; more are added when asked for.
-    """
-
-    key: str
-    title: str
+    key: str  # in requests
+    title: str  # for readers
     label: int | None
-    inputs: Tensor
-    pixels: Tensor
-    reduced: Tensor
-    eigenvalues: Tensor
+    inputs: Tensor  # normalised image (1, 3, H, W)
+    pixels: Tensor  # the same image as RGB, uint8 (3, H, W)
+    reduced: Tensor  # feature map after the head's reduction, (1, d, h, w)
+    eigenvalues: Tensor  # of the head's matrix, descending, float64 (d,), on the CPU; 0 where they are rounding
+    #: subset as text → class scores, float64 (classes,), on the CPU; subsets are added when they are requested
     scores: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def positions(self) -> int:
-        return self.reduced.shape[-2] * self.reduced.shape[-1]
+    def predicted(self) -> int:
+        """Class that the model predicts with all eigenvalues."""
+        return int(self.scores["all"].argmax())
+
+    @property
+    def bytes(self) -> int:
+        tensors = (self.inputs, self.pixels, self.reduced, *self.scores.values())
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-class Answer(NamedTuple):
-    """What a subset of the eigenvalues says.
+class Prediction(NamedTuple):
+    """What the model predicts with a subset of the eigenvalues."""
 
-    Args:
-        role: ``all``, ``large``, ``small`` or ``custom``.
-        subset: as text.
-        kept: how many eigenvalues it keeps.
-        probabilities: float64 (classes,).
-    """
-
-    role: str
+    role: str  # all, large, small or custom
     subset: str
-    kept: int
-    probabilities: Tensor
+    kept: int  # number of eigenvalues in the subset
+    probabilities: Tensor  # float64 (classes,)
 
     @property
     def predicted(self) -> int:
         return int(self.probabilities.argmax())
 
 
-class Facts(NamedTuple):
-    r"""Numbers of a spectrum that is split after its largest t eigenvalues.
+class SpectrumFacts(NamedTuple):
+    """Numbers that describe a spectrum split after its largest t eigenvalues."""
 
-    Args:
-        s: factor of the Scaling Eigen Branch, :math:`\sqrt{\sum\lambda e^{-2\lambda}}`.
-        condition: :math:`\kappa = \lambda_1/\lambda_d`, infinite for a singular covariance.
-        rank: eigenvalues above 0.
-        effective_rank: :math:`e^{H}` with H the entropy of :math:`\lambda/\sum\lambda`.
-        energy: share of the small part in the sum of the eigenvalues.
-        gap: :math:`(\lambda_t - \lambda_{t+1})/\lambda_t`; nan between zeros.
-    """
-
-    s: float
-    condition: float
-    rank: int
-    effective_rank: float
-    energy: float
-    gap: float
+    s: float  # factor of the Scaling Eigen Branch, √(Σ λ e^(-2λ))
+    condition: float  # λ₁/λ_d, infinite for a singular matrix
+    rank: int  # number of eigenvalues above 0
+    effective_rank: float  # e^H, where H is the entropy of λ/Σλ
+    energy: float  # share of the small part in the sum of the eigenvalues
+    gap: float  # (λ_t - λ_t+1)/λ_t; nan between zeros
 
 
-class Profile(NamedTuple):
-    """Probability of the predicted class with the large part alone and with the small part alone, for many splits."""
-
-    splits: list[int]
-    large: list[float]
-    small: list[float]
-
-
-def facts(eigenvalues: Tensor, split: int) -> Facts:
-    """Numbers of a spectrum (d,), descending, without rounding.
+def spectrum_facts(eigenvalues: Tensor, split: int) -> SpectrumFacts:
+    """Describe a spectrum (d,), descending, with rounding set to 0.
 
     Example:
-        >>> facts(torch.tensor([4.0, 4.0, 0.0]).double(), 1)._replace(s=0.0)
-        Facts(s=0.0, condition=inf, rank=2, effective_rank=2.0, energy=0.5, gap=0.0)
+        >>> spectrum_facts(torch.tensor([4.0, 4.0, 0.0]).double(), 1)._replace(s=0.0)
+        SpectrumFacts(s=0.0, condition=inf, rank=2, effective_rank=2.0, energy=0.5, gap=0.0)
     """
     total = eigenvalues.sum()
     shares = eigenvalues / total if total > 0 else eigenvalues
     entropy = -torch.special.xlogy(shares, shares).sum()
     largest, last = float(eigenvalues[0]), float(eigenvalues[-1])
-    return Facts(
+    return SpectrumFacts(
         s=float(qs_and_slope(eigenvalues)[0]),
         condition=largest / last if last > 0 else math.inf,
         rank=int((eigenvalues > 0).sum()),
@@ -140,45 +108,37 @@ def facts(eigenvalues: Tensor, split: int) -> Facts:
     )
 
 
-def check_eigenvalues(model: CovarianceNet, name: str) -> CovarianceHead:
-    """The head of a model, if its eigenvalues can be told apart.
-
-    Raises:
-        ValueError: for any other head.
-    """
+def spectral_head(model: CovarianceNet) -> SpectralHead:
+    """The head of a model, or an ArgumentError if there are no eigenvalues or classes to choose from."""
     head = model.head
-    able = isinstance(head, CovarianceHead) and head.normalise in ("sqrt", "log", "power") and head.solver != "products"
-    if not able or model.num_classes < 2 or head.channels < 2:
-        raise ValueError(
-            f"{name}: the head {model.config['head']!r} has no eigenvalues to choose from, or no classes: explore a model "
-            "with the head mpncov, mpncov+seb or logcov"
-        )
-    assert isinstance(head, CovarianceHead)
+    if not isinstance(head, SpectralHead) or not head.selectable or model.num_classes < 2 or head.channels < 2:
+        problem = "must have at least 2 classes and a head with at least 2 eigenvalues to choose from"
+        remedy = "heads such as mpncov, mpncov+seb and logcov have them"
+        raise ArgumentError("model", problem, model.config["head"], remedy)
     return head
 
 
-class Lens:
-    """One model, the images at hand, and what it says about them; for several threads at once.
+class Session:
+    """One model with example images, and its cached results. Thread-safe.
 
     Args:
-        name: under which it is chosen.
-        model: of :func:`create_model` with a head that has eigenvalues; it is put in evaluation mode.
-        images: examples, with the transform of the model.
-        labelled: whether their classes are those of the model.
-        uploads: images of visitors, which several models may share.
+        name, model: the model and its name on the page; it is put in eval mode.
+        images: examples, with the model's transform.
+        labelled: whether the classes of the examples are those of the model.
+        uploads: images of visitors, which several sessions can share.
 
     Raises:
-        ValueError: if the head has no eigenvalues to choose from, or no example can be read.
+        ArgumentError: if the head has no eigenvalues to choose from, or no example can be read and transformed.
 
     Example:
-        >>> from eigengrain.cli.checkpoint import plain_transform
         >>> from eigengrain.data.plumage import open_plumage
         >>> from eigengrain.models import create_model
+        >>> from eigengrain.training.run_folder import TrainedModel
         >>> birds = open_plumage("test", classes=2, per_class=1, size=64, cache=False)
         >>> model = create_model("test_resnet", head="mpncov", num_classes=2, reduce=4)
-        >>> birds.transform = plain_transform(model)
-        >>> lens = Lens("tiny", model, birds)
-        >>> [answer.subset for answer in lens.answers(lens.look("example-1"), split=3)]
+        >>> birds.transform = TrainedModel(model).transform
+        >>> session = Session("tiny", model, birds)
+        >>> [prediction.subset for prediction in session.predict(session.analyse("example-1"), split=3)]
         ['all', 'top:3', 'last:1']
     """
 
@@ -186,45 +146,50 @@ class Lens:
         self, name: str, model: CovarianceNet, images: ImageSet, labelled: bool = True, uploads: Uploads | None = None
     ):
         self.name, self.model, self.images, self.labelled = name, model.eval().requires_grad_(False), images, labelled
+        if images.transform is None:
+            raise ArgumentError("images", "must have a transform, which uploads need too")
+        self.transform: Callable[[Image.Image], Tensor] = images.transform
         self.uploads = Uploads() if uploads is None else uploads
-        self.head = check_eigenvalues(model, name)
+        self.head = spectral_head(model)
         self.channels = self.head.channels
-        #: the subset that the model itself keeps, nothing if that is all of its eigenvalues
-        self.own = own_part(model)
+        #: split at which the page starts: the paper's share of small eigenvalues
+        self.default_split = max(1, self.channels - small_part(self.channels))
+        #: splits that are scored in advance
+        self.splits = _evenly_spaced(self.channels)
+        #: subset that the model was saved with, empty if it keeps all eigenvalues
+        self.own_subset = self.head.own_subset or ""
         self.classes = list(model.class_names or (str(number) for number in range(model.num_classes)))
         self._lock = Lock()
-        self._looks = Memory[Look](KEPT_BYTES // 2, _bytes_of_look)
-        self._maps = Memory[Explained](KEPT_BYTES // 2, _bytes_of_maps)
-        self._thumbnails = Memory[Image.Image](KEPT_BYTES // 8, lambda image: 3 * image.width * image.height)
-        self._by_class: dict[int, list[int]] = {}
-        for number, label in enumerate(images.labels):
-            self._by_class.setdefault(label, []).append(number)
+        self._analyses = BoundedCache[Analysis](limits.CACHE_BYTES // 2, lambda analysis: analysis.bytes)
+        self._maps = BoundedCache[Explained](limits.CACHE_BYTES // 2, _map_bytes)
+        self._thumbnails = BoundedCache[Image.Image](limits.CACHE_BYTES // 8, limits.image_bytes)
         self._unreadable: set[int] = set()
-        first = next(filter(self._readable, range(len(images))), None)
+        first = next(filter(self._is_readable, range(len(images))), None)
         if first is None:
-            raise ValueError(f"none of the {len(images)} images of {images.name} ({images.split}) can be read")
+            raise ArgumentError("images", f"cannot be read: none of the {len(images)} of {images.name} ({images.split})")
         #: key of the example that is shown first
         self.first = f"{EXAMPLE}{first}"
 
     @contextmanager
-    def alone(self) -> Iterator[None]:
-        """The model for one thread: what keeps a subset of its eigenvalues is set in its head for a while.
+    def exclusive(self) -> Iterator[None]:
+        """Reserve the model for one thread, because subsets are selected by setting them in the head.
 
         Raises:
-            BusyError: if others have it for too long.
+            BusyError: if other threads use the model for too long.
         """
-        if not self._lock.acquire(timeout=MAX_WAIT):
+        if not self._lock.acquire(timeout=limits.MAX_WAIT):
             raise BusyError("the model is busy with other visitors: try again in a moment")
         try:
             yield
         finally:
             self._lock.release()
 
-    def of_class(self, label: int, count: int) -> list[int]:
-        """Numbers of the first examples of a class; those that cannot be read are passed over."""
-        return list(islice(filter(self._readable, self._by_class.get(label, ())), count))
+    def examples(self, label: int, count: int) -> list[int]:
+        """Numbers of the first examples of a class, without those that cannot be read."""
+        numbers = (number for number, other in enumerate(self.images.labels) if other == label)
+        return list(islice(filter(self._is_readable, numbers), count))
 
-    def _readable(self, number: int) -> bool:
+    def _is_readable(self, number: int) -> bool:
         if number not in self._unreadable:
             try:
                 self.thumbnail(number)
@@ -233,161 +198,141 @@ class Lens:
                 _log.warning("left out of the examples: %s", error)
         return number not in self._unreadable
 
-    def thumbnail(self, number: int, side: int = 128) -> Image.Image:
-        """An example, small; ``side`` bounds its sides."""
-        kept = self._thumbnails.get((number, side))
-        if kept is None:
-            kept = self.images.image(number)
-            kept.thumbnail((side, side))
-            self._thumbnails.put((number, side), kept)
-        return kept
+    def thumbnail(self, number: int) -> Image.Image:
+        """A small version of an example."""
+        if (image := self._thumbnails.get(number)) is None:
+            image = self.images.image(number)
+            image.thumbnail((128, 128))
+            self._thumbnails.put(number, image)
+        return image
 
-    def look(self, key: str) -> Look:
-        """The image of that key, ``example-12`` or what :meth:`upload` gave.
-
-        Raises:
-            ValueError: if there is no such example, or the upload is no longer kept.
-        """
-        kept = self._looks.get(key)
-        if kept is not None:
-            return kept
-        if key.startswith(UPLOAD):
-            return self._uploaded(key)
+    def example_number(self, key: str) -> int | None:
+        """Number of the example with a key; None if there is no such example."""
         number = key.removeprefix(EXAMPLE)
         if not key.startswith(EXAMPLE) or not number.isdecimal() or len(number) > 9 or int(number) >= len(self.images):
-            raise ValueError(f"there is no image {key[:MAX_TEXT]!r}: examples go from 0 to {len(self.images) - 1}")
-        image, label = self.images[int(number)]
-        return self._seen(key, f"{self.images.name} {self.images.split} {number}", image, label if self.labelled else None)
+            return None
+        return int(number)
 
-    def upload(self, image: Image.Image, title: str) -> Look:
-        """An image of a visitor's own, which other models that share the uploads can then look at by its key."""
-        return self.look(self.uploads.add(image, title))
+    def analyse(self, key: str) -> Analysis:
+        """Analyse the image with a key: ``example-12``, or that of an upload.
 
-    def _uploaded(self, key: str) -> Look:
-        upload = self.uploads.get(key)
-        if upload is None:
-            raise ValueError("the uploaded image is no longer kept: upload it again")
-        transform: Callable[[Image.Image], Tensor] | None = self.images.transform
-        if transform is None:
-            raise ValueError("the examples have no transform, so an image cannot be prepared like them")
-        return self._seen(key, upload.title, transform(upload.image), None)
-
-    def _seen(self, key: str, title: str, image: Tensor, label: int | None) -> Look:
-        device = next(self.model.parameters()).device
-        inputs = image[None].to(device)
-        with self.alone(), torch.no_grad():
-            reduced = self.head.reduce(self.model.forward_features(inputs))
-            values = self.head.pool_subsets(reduced, ["all"])[1][0].double().cpu()
-        values = torch.where(values > len(values) * torch.finfo(torch.float64).eps * values[0], values, 0.0)
-        pixels = rgb_pixels(image, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
-        look = Look(key, title, label, inputs, pixels, reduced, values)
-        splits = self.splits()
-        self._score(look, ["all", *(text for t in splits for text in self._parts(t))])
-        self._looks.put(key, look)
-        return look
-
-    def splits(self) -> list[int]:
-        """Split points of a profile.
-
-        Example:
-            >>> _evenly(64)[:2], _evenly(256)[:3], len(_evenly(256))
-            ([1, 2], [1, 5, 9], 64)
+        Raises:
+            ArgumentError: if there is no such example, or the upload is no longer in memory.
         """
-        return _evenly(self.channels)
+        if (analysis := self._analyses.get(key)) is not None:
+            return analysis
+        upload, number = self.uploads.get(key), self.example_number(key)
+        if upload is not None:
+            return self._analyse(key, upload.title, self.transform(upload.image), None)
+        if number is None:
+            problem = f"must be {EXAMPLE}0 to {EXAMPLE}{len(self.images) - 1}, or an upload that is still in memory"
+            raise ArgumentError("image", problem, key[: limits.MAX_TEXT])
+        image, label = self.images[number]
+        title = f"{self.images.name} {self.images.split} {number}"
+        return self._analyse(key, title, image, label if self.labelled else None)
+
+    def upload(self, image: Image.Image, title: str) -> Analysis:
+        """Store and analyse a visitor's image. Sessions that share the uploads can analyse it by its key too."""
+        return self.analyse(self.uploads.add(image, title))
+
+    def _analyse(self, key: str, title: str, image: Tensor, label: int | None) -> Analysis:
+        inputs = image[None].to(next(self.model.parameters()).device)
+        with self.exclusive(), torch.no_grad():
+            reduced = self.head.reduce(self.model.forward_features(inputs))
+            eigenvalues = self.head.eigenvalues(reduced)[0].double().cpu()
+        pixels = rgb_pixels(image, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
+        analysis = Analysis(key, title, label, inputs, pixels, reduced, eigenvalues)
+        self._score(analysis, ["all", *(part for split in self.splits for part in self._parts(split))])
+        self._analyses.put(key, analysis)
+        return analysis
 
     def _parts(self, split: int) -> tuple[str, str]:
         return f"top:{split}", f"last:{self.channels - split}"
 
-    def _score(self, look: Look, subsets: Sequence[str]) -> None:
-        """Scores of subsets that were not asked for before, from the kept features."""
-        new = [subset for subset in dict.fromkeys(subsets) if subset not in look.scores]
-        for start in range(0, len(new), TOGETHER):
-            some = new[start : start + TOGETHER]
-            with self.alone(), torch.no_grad():
-                vectors, _ = self.head.pool_subsets(look.reduced, some)
+    def _score(self, analysis: Analysis, subsets: Sequence[str]) -> None:
+        """Compute the scores of new subsets from the cached features."""
+        new = [subset for subset in dict.fromkeys(subsets) if subset not in analysis.scores]
+        for start in range(0, len(new), SUBSET_BATCH):
+            batch = new[start : start + SUBSET_BATCH]
+            with self.exclusive(), torch.no_grad():
+                vectors, _ = self.head.pool_subsets(analysis.reduced, batch)
                 scores = self.model.forward_vector(torch.cat(vectors)).double().cpu()
-            look.scores.update(zip(some, scores, strict=True))
+            analysis.scores.update(zip(batch, scores, strict=True))
 
     def subsets(self, split: int, custom: str = "") -> dict[str, str]:
-        """Role → subset.
+        """Role → subset as text: ``all``, ``large``, ``small``, and ``custom`` if it is given.
 
         Raises:
-            ValueError: for a split that leaves nothing on one side, or a custom subset that cannot be read or does not fit.
+            ValueError: if ``split`` leaves one side empty, or ``custom`` cannot be read or does not fit.
         """
         if not 1 <= split < self.channels:
-            raise ValueError(f"the split must be from 1 to {self.channels - 1}, got {split}")
+            raise ArgumentError("split", f"must be from 1 to {self.channels - 1}", split)
         large, small = self._parts(split)
-        found = {"all": "all", "large": large, "small": small}
+        roles = {"all": "all", "large": large, "small": small}
         if custom.strip():
-            if len(custom) > MAX_TEXT:
-                raise ValueError(f"a subset of more than {MAX_TEXT} letters is not read")
+            if len(custom) > limits.MAX_TEXT:
+                raise ArgumentError("custom", f"must have at most {limits.MAX_TEXT} characters")
             subset = EigenSubset.parse(custom.strip())
-            subset.mask(self.channels)  # refuses what does not fit
-            found["custom"] = str(subset)
-        return found
+            subset.mask(self.channels)  # raises if it does not fit
+            roles["custom"] = str(subset)
+        return roles
 
-    def answers(self, look: Look, split: int, custom: str = "") -> list[Answer]:
-        """What all eigenvalues, the large, the small and the custom ones say. Raises as :meth:`subsets`."""
+    def predict(self, analysis: Analysis, split: int, custom: str = "") -> list[Prediction]:
+        """Predictions with all, the large, the small and the custom eigenvalues. Raises as :meth:`subsets`."""
         roles = self.subsets(split, custom)
-        self._score(look, list(roles.values()))
+        self._score(analysis, list(roles.values()))
         return [
-            Answer(role, subset, int(EigenSubset.parse(subset).mask(self.channels).sum()), look.scores[subset].softmax(0))
+            Prediction(role, subset, int(self.mask(subset).sum()), analysis.scores[subset].softmax(0))
             for role, subset in roles.items()
         ]
 
-    def profile(self, look: Look) -> Profile:
-        """How sure each part alone is of the class that all eigenvalues predict, at every split of :meth:`splits`."""
-        predicted = int(look.scores["all"].argmax())
-        rows = [[float(look.scores[part].softmax(0)[predicted]) for part in self._parts(t)] for t in self.splits()]
-        return Profile(self.splits(), [row[0] for row in rows], [row[1] for row in rows])
+    def mask(self, subset: str) -> Tensor:
+        """Which eigenvalues a subset keeps, boolean (d,)."""
+        return EigenSubset.parse(subset).mask(self.channels)
+
+    def profile(self, analysis: Analysis) -> dict[str, list[float]]:
+        """Probability of the predicted class with the large and with the small part alone, at each of the ``splits``."""
+        large, small = zip(*map(self._parts, self.splits), strict=True)
+        scores = torch.stack([analysis.scores[part] for part in (*large, *small)])
+        shares = scores.softmax(1)[:, analysis.predicted].tolist()
+        return {"large": shares[: len(large)], "small": shares[len(large) :]}
 
     def explain(
-        self, look: Look, split: int, rules: Sequence[str], custom: str = "", target: int | None = None, cut: str = "exact"
+        self,
+        analysis: Analysis,
+        split: int,
+        rules: Sequence[str],
+        custom: str = "",
+        target: int | None = None,
+        cut: str = "exact",
     ) -> Explained:
-        """Maps of the subsets under the rules, all of one class: ``target``, or the one that all eigenvalues predict.
+        """Saliency maps of the subsets under the backward rules at the ReLUs.
 
-        Raises:
-            ValueError: as :meth:`subsets` and :func:`eigengrain.explain.attribute_rules`.
+        All maps explain one class: ``target``, or the one that all eigenvalues predict. Raises as :meth:`subsets` and
+        :func:`eigengrain.explain.attribute_rules`.
         """
         subsets = list(dict.fromkeys(self.subsets(split, custom).values()))
-        predicted = int(look.scores["all"].argmax())
-        wanted = predicted if target is None else target
-        key = (look.key, *subsets, "|", *rules, wanted, cut)
-        kept = self._maps.get(key)
-        if kept is not None:
-            return kept
-        with self.alone():
-            found = attribute_rules(self.model, look.inputs, subsets, rules, wanted, cut)
-        first = found[next(iter(found))]
-        explained = Explained(
-            pixels=look.pixels,
-            name=look.title,
-            maps={
-                rule: {subset: collapse(signed)[0].float().cpu() for subset, signed in each.maps.items()}
-                for rule, each in found.items()
-            },
-            gaps={subset: float(gap[0]) for subset, gap in first.gaps.items()},
-            cut=cut,
-            channels=self.channels,
-            positions=look.positions,
-            target=self.classes[wanted],
-            predicted=self.classes[predicted],
-            probability=float(look.scores["all"].softmax(0)[predicted]),
-            truth=None if look.label is None else self.classes[look.label],
-        )
+        target = analysis.predicted if target is None else target
+        key = (analysis.key, *subsets, "|", *rules, target, cut)
+        if (cached := self._maps.get(key)) is not None:
+            return cached
+        labels = None if analysis.label is None else [analysis.label]
+        texts: dict[str, Any] = {"names": [analysis.title], "labels": labels, "classes": self.classes}
+        with self.exclusive(), self.head.keeping("all"):
+            [explained] = explain_images(self.model, analysis.inputs, subsets, rules, target=target, cut=cut, **texts)
         self._maps.put(key, explained)
         return explained
 
 
-def _evenly(channels: int) -> list[int]:
-    last, count = channels - 1, min(PROFILE, channels - 1)
+def _evenly_spaced(channels: int) -> list[int]:
+    """
+    Example:
+        >>> _evenly_spaced(64)[:2], _evenly_spaced(256)[:3], len(_evenly_spaced(256))
+        ([1, 2], [1, 5, 9], 64)
+    """
+    last, count = channels - 1, min(PROFILE_POINTS, channels - 1)
     return sorted({1 + round(k * (last - 1) / max(count - 1, 1)) for k in range(count)})
 
 
-def _bytes_of_look(look: Look) -> int:
-    tensors = (look.inputs, look.pixels, look.reduced, *look.scores.values())
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _bytes_of_maps(explained: Explained) -> int:
+def _map_bytes(explained: Explained) -> int:
     return sum(4 * map.numel() for maps in explained.maps.values() for map in maps.values())
