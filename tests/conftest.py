@@ -1,7 +1,5 @@
-import os
-
 import torch
 
-# pytest-xdist runs one worker a core: more threads in each would only get in each other's way
-if os.environ.get("PYTEST_XDIST_WORKER"):
-    torch.set_num_threads(1)
+# One thread in every test process: the matrices are small, so that more threads make the tests slower, and pytest-xdist
+# already runs one process per core. With one thread, the results do not depend on the number of cores either.
+torch.set_num_threads(1)

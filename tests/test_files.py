@@ -1,18 +1,20 @@
-"""Files for results: whether they can be written is known before the work."""
+"""Files for results are checked before the work."""
 
+import errno
 import tempfile
 
 import pytest
 
-from eigengrain.files import writable
+from eigengrain.errors import FileError
+from eigengrain.files import writable, write_csv
 
 
-def test_the_folder_is_made_and_nothing_else(tmp_path):
+def test_only_the_folder_is_created(tmp_path):
     assert writable(tmp_path / "a" / "b.csv") == tmp_path / "a" / "b.csv"
     assert list((tmp_path / "a").iterdir()) == []
 
 
-def test_a_file_that_is_there_stays_as_it_is(tmp_path):
+def test_an_existing_file_is_not_changed(tmp_path):
     (tmp_path / "b.csv").write_text("kept")
     assert writable(tmp_path / "b.csv").read_text() == "kept"
 
@@ -20,13 +22,20 @@ def test_a_file_that_is_there_stays_as_it_is(tmp_path):
 def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for place in (tmp_path, tmp_path / "file" / "b.csv"):
-        with pytest.raises(ValueError, match="with --out"):
+        with pytest.raises(FileError) as error:
             writable(place)
+        assert (error.value.path, error.value.verb) == (place, "write")
 
-    def refuses(**_):
-        raise PermissionError
+    def refuse(**_):
+        raise PermissionError(errno.EACCES, "Permission denied")
 
-    # a folder that says it can be written, as folders do to an administrator, and cannot
-    monkeypatch.setattr(tempfile, "TemporaryFile", refuses)
-    with pytest.raises(ValueError, match=r"cannot write the file .*b\.csv: choose another place with --out"):
+    # a folder that claims to be writable, as all folders do to an administrator, and is not
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(FileError) as error:
         writable(tmp_path / "b.csv")
+    assert error.value.path == tmp_path / "b.csv"
+
+
+def test_rows_are_written_with_the_keys_of_the_first(tmp_path):
+    write_csv(tmp_path / "a.csv", [{"name": "a,b", "n": 1}, {"name": "c", "n": None}])
+    assert (tmp_path / "a.csv").read_text() == 'name,n\n"a,b",1\nc,\n'

@@ -1,4 +1,4 @@
-"""The directive ``command-reference``: what every command says when it is asked for ``--help``, taken at build time."""
+"""The directive ``command-reference``: the output of ``--help`` for every command, taken at build time."""
 
 import re
 
@@ -6,22 +6,23 @@ from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-from eigengrain import cli
+from eigengrain.cli.commands import COMMANDS, Command
+from eigengrain.cli.main import help_of as full_help
 
 
-def help_of(command: cli.Command) -> tuple[str, str]:
-    """(the sentence about a command, the rest of what ``--help`` prints), without what all commands have."""
-    usage, about, rest = cli.help_of(command).split("\n\n", 2)
+def help_of(command: Command) -> tuple[str, str]:
+    """The sentence about a command, and the rest of its help without the options that all commands have."""
+    usage, about, rest = full_help(command).split("\n\n", 2)
     rest = re.sub(r"^every command:\n.*?\n\n(?=examples:|\Z)", "", rest, flags=re.DOTALL | re.MULTILINE)
     return " ".join(about.split()), f"{usage}\n\n{rest.strip()}"
 
 
 class CommandReference(SphinxDirective):
-    """A section for each command, with its help."""
+    """One section per command, with its help."""
 
     def run(self) -> list[nodes.Node]:
         sections: list[nodes.Node] = []
-        for command in cli.COMMANDS:
+        for command in COMMANDS:
             title = f"eigengrain {command.name}"
             section = nodes.section(ids=[nodes.make_id(title)], names=[nodes.fully_normalize_name(title)])
             section += nodes.title(title, title)

@@ -1,6 +1,6 @@
-"""Tables that are read from files when the pages are built, so that no number is copied by hand.
+"""Tables read from files at build time, so that no number is copied by hand.
 
-``measured`` shows columns of a CSV file of ``benchmarks/``, ``recipes`` the first lines of the packaged recipes.
+``measured`` shows columns of a CSV file in ``benchmarks/``, ``recipes`` the headers of the packaged recipes.
 """
 
 import csv
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], literal: Sequence[int] = ()) -> nodes.table:
-    """A table; the columns whose numbers are in ``literal`` are set as code."""
+    """Build a table; the columns with an index in ``literal`` are set as code."""
     group = nodes.tgroup(cols=len(heads))
     group.extend(nodes.colspec(colwidth=1) for _ in heads)
     head, body = nodes.thead(), nodes.tbody()
@@ -38,13 +38,13 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], literal: Sequence
 
 
 def _with_options(text: str) -> list[nodes.Node]:
-    """Text in which options of the command line, with their values, are set as code: their two dashes stay two."""
+    """Set command-line options and their values in a text as code, which keeps their two dashes."""
     parts = re.split(r"(--\w[\w.]*(?: (?!--)[^\s,;)]+)?)", text)
     return [nodes.literal(part, part) if part.startswith("--") else nodes.Text(part) for part in parts if part]
 
 
 def rounded(text: str) -> str:
-    """A number with three digits, anything else as it is."""
+    """Round a number to three significant digits; leave other text unchanged."""
     if not re.fullmatch(r"-?\d+\.\d+", text):
         return text
     value = float(text)
@@ -78,17 +78,17 @@ class Measured(SphinxDirective):
 
 
 class Recipes(SphinxDirective):
-    """A row for each packaged recipe: what it trains, and what was measured with it."""
+    """One row per packaged recipe: what it trains, and the measured result."""
 
     def run(self) -> list[nodes.Node]:
         rows = []
         for name in list_recipes():
             text = Path(recipe_path(name)).read_text(encoding="utf-8")
             self.env.note_dependency(recipe_path(name))
-            # it may go on in the next lines, which begin further in
+            # the result may continue on the next lines, which are indented
             result = re.search(r"^# result: +(.*(?:\n#  +.*)*)$", text, re.MULTILINE)
-            said = re.sub(r"\n# +", " ", result[1]) if result else ""
-            rows.append([name, text.partition("\n")[0].lstrip("# "), said])
+            text_of_result = re.sub(r"\n# +", " ", result[1]) if result else ""
+            rows.append([name, text.partition("\n")[0].lstrip("# "), text_of_result])
         return [table(["recipe", "what it trains", "result"], rows, literal=[0])]
 
 

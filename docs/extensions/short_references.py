@@ -1,7 +1,6 @@
-"""References of docstrings by short names, such as ``:func:`sqrt_covariance```, whatever module they are written in.
+"""Resolve references by short names, such as ``:func:`sqrt_covariance```, from any module.
 
-A name that no page documents is set as code; one that several objects have is a warning, because a reader cannot know
-which is meant.
+A name without a page is set as code; an ambiguous name is a warning.
 """
 
 from docutils import nodes
@@ -21,20 +20,20 @@ def resolve(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nod
     objects = env.domains["py"].data["objects"]
     # eigengrain.explain.saliency.EigenSaliency is on a page as eigengrain.explain.EigenSaliency
     last = target.split(".")
-    wanted = [target] if not target.startswith("eigengrain.") else [target, last[-1]]
-    found: dict[str, object] = {}
-    for name in wanted:
-        found = {full: entry for full, entry in objects.items() if full == name or full.endswith("." + name)}
-        if found:
+    names = [target] if not target.startswith("eigengrain.") else [target, last[-1]]
+    matches: dict[str, object] = {}
+    for name in names:
+        matches = {full: entry for full, entry in objects.items() if full == name or full.endswith("." + name)}
+        if matches:
             break
-    places = {(entry.docname, entry.node_id): entry for entry in found.values()}
+    places = {(entry.docname, entry.node_id): entry for entry in matches.values()}
     if len(places) > 1 and "." not in target:
         top = {k: v for k, v in places.items() if v.objtype in ("class", "function", "exception", "data")}
         places = top or places
     if not places:
         return None
     if len(places) > 1:
-        logger.warning("%s may be any of %s", target, ", ".join(sorted(found)), location=node)
+        logger.warning("%s may be any of %s", target, ", ".join(sorted(matches)), location=node)
     entry = next(iter(places.values()))
     return make_refnode(app.builder, node.get("refdoc", env.docname), entry.docname, entry.node_id, content, target)
 

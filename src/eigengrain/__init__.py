@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from eigengrain.models import load_weights as load_weights
     from eigengrain.models import parameter_groups as parameter_groups
     from eigengrain.models import save_pretrained as save_pretrained
+    from eigengrain.training.run_folder import open_run as open_run
 
 __version__ = "0.1.0"
 
@@ -42,6 +43,7 @@ _EXPORTS = {
     **dict.fromkeys(("CovarianceHead", "Head", "create_head", "list_heads", "register_head"), "eigengrain.heads"),
     **dict.fromkeys(("CovarianceNet", "create_model", "list_backbones", "parameter_groups"), "eigengrain.models"),
     **dict.fromkeys(("load_weights", "from_pretrained", "save_pretrained"), "eigengrain.models"),
+    "open_run": "eigengrain.training.run_folder",
 }
 
 # what needs captum is listed where that is installed, so that dir(), help() and import * do not fail elsewhere

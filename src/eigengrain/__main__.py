@@ -1,4 +1,4 @@
-"""``python -m eigengrain``, where the script ``eigengrain`` is not on the path."""
+"""``python -m eigengrain``: the same as the script ``eigengrain``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Names of a package that are loaded on first use (PEP 562)."""
+"""Load the names of a package on first use (PEP 562)."""
 
 import sys
 from collections.abc import Callable, Mapping
@@ -7,19 +7,14 @@ from typing import Any
 
 
 def loader(package: str, exports: Mapping[str, str]) -> Callable[[str], Any]:
-    """The ``__getattr__`` of a package.
+    """Make the ``__getattr__`` of a package from a mapping of public names to the modules that define them.
 
-    Args:
-        package: its name.
-        exports: public name to the module that defines it, or that it is the last name of.
+    A name equal to the last part of its module is the module itself.
 
     Example:
         >>> find = loader("eigengrain", {"create_head": "eigengrain.heads", "heads": "eigengrain.heads"})
         >>> find("create_head").__name__, find("heads").__name__
         ('create_head', 'eigengrain.heads')
-        >>> find("create_haed")
-        Traceback (most recent call last):
-        AttributeError: module 'eigengrain' has no attribute 'create_haed'
     """
 
     def __getattr__(name: str) -> Any:

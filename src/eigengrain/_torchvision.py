@@ -1,15 +1,15 @@
-"""Imports torchvision where it would refuse: its build is linked against a GPU torch and the torch here is a CPU one.
+"""Import torchvision even if its binary was built for another torch, such as a GPU build beside a CPU torch.
 
-Its compiled operators then do not load, and its own registrations stop with "operator torchvision::nms does not exist".
-Detection operators are not used in this package, so the two that are missing are declared, without a body, and the import
-is repeated. Where torchvision imports as it should, nothing is touched. Import this module before timm or torchvision.
+Its compiled operators do not load then, and the import fails with "operator torchvision::nms does not exist". This package
+does not use detection operators, so the two that are missing are declared without an implementation, and the import is
+repeated. A torchvision that imports normally is not changed. Import this module before timm or torchvision.
 """
 
 from importlib import import_module
 
 import torch
 
-# a library takes its operators along when it is collected, so it is kept here
+# a library removes its operators when it is garbage-collected
 _declared: torch.library.Library | None = None
 
 

@@ -1,4 +1,4 @@
-"""Where a number was measured: the columns that every result file carries, and the choice of a device."""
+"""The device of a run, and columns for result files that describe where they were measured."""
 
 import platform
 from datetime import UTC, datetime
@@ -7,37 +7,29 @@ from pathlib import Path
 import torch
 
 from eigengrain import __version__
+from eigengrain.errors import ArgumentError
 
 
 def pick_device(name: str) -> torch.device:
-    """The device of that name; ``auto`` is CUDA where there is one and the CPU elsewhere.
-
-    Raises:
-        ValueError: for a name torch does not know or a device that is not here.
-
-    Example:
-        >>> pick_device("cpu")
-        device(type='cpu')
-    """
+    """The device of that name, or an ArgumentError; ``auto`` is CUDA if it is available, else the CPU."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise ValueError(f"unknown device {name!r}: use auto, cpu, cuda, cuda:1 or mps") from None
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ValueError(
-            f"device {name!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices; use auto or cpu"
-        )
-    if device.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("device 'mps' is not here: use auto or cpu")
+        device = torch.device("meta")
+    count = torch.cuda.device_count()
     if device.type not in ("cpu", "cuda", "mps"):
-        raise ValueError(f"device {name!r} is not supported: use auto, cpu, cuda, cuda:1 or mps")
+        raise ArgumentError("device", "must be auto, cpu, cuda, cuda:1, … or mps", name)
+    if device.type == "cuda" and (device.index or 0) >= count:
+        raise ArgumentError("device", f"is not available: torch finds {count} CUDA devices", name, "use auto or cpu")
+    if device.type == "mps" and not torch.backends.mps.is_available():
+        raise ArgumentError("device", "is not available", name, "use auto or cpu")
     return device
 
 
 def cpu_name() -> str:
-    """The processor's name as the system gives it."""
+    """The name of the processor, as the system reports it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):
@@ -48,16 +40,12 @@ def cpu_name() -> str:
 
 
 def device_name(device: torch.device) -> str:
+    """The name of a GPU, or of the processor."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else cpu_name()
 
 
 def describe(device: torch.device) -> dict[str, str | int]:
-    """Columns that say where and with what a result was measured.
-
-    Example:
-        >>> list(describe(torch.device("cpu")))
-        ['eigengrain', 'torch', 'python', 'device', 'device_name', 'threads', 'date']
-    """
+    """Columns about versions, device and date."""
     return {
         "eigengrain": __version__,
         "torch": torch.__version__,

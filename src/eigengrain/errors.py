@@ -1,9 +1,11 @@
 """The errors and warnings of the package. They carry what they are about as attributes, not only as text."""
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from copyreg import __newobj__  # type: ignore[attr-defined]
 from difflib import get_close_matches
 from pathlib import Path
+from signal import Signals
 from typing import Any
 
 _NOT_GIVEN: Any = object()
@@ -15,14 +17,9 @@ class ArgumentError(ValueError):
     The message names Python arguments. ``{name}`` in ``problem`` and ``remedy`` refers to another argument, so that the
     command line can print the names of its options instead, see :meth:`describe`.
 
-    Args:
-        argument: name of the argument, dotted for a field of a nested config.
-        problem: what is wrong, such as "must be at least 1".
-        value: the value that was given, if it should be printed.
-        remedy: what to do about it.
-
     Attributes:
-        argument, problem, value, remedy: as given; ``value`` is None if it was not given.
+        argument, problem, value, remedy: as given; ``argument`` is dotted for a field of a nested config, ``value`` is only
+            printed if it is given.
 
     Example:
         >>> error = ArgumentError("ema", "must be between 0 and 1", 2.0, "try 0.999")
@@ -48,16 +45,19 @@ class ArgumentError(ValueError):
         return f"{name(self.argument)} {fill(self.problem)}{self._printed}{remedy}"
 
 
-class UnknownName(ValueError):
-    """A name is not among the choices.
+class ReLURuleError(ArgumentError):
+    """A backward rule needs ReLUs; ``calls`` counts the calls of each other non-linearity, none in a linear network."""
 
-    Args:
-        kind: what the name is of, such as "head".
-        name: the name that was given.
-        choices: the names that exist.
+    def __init__(self, rule: str, problem: str, remedy: str, calls: Mapping[str, int]):
+        self.calls = dict(calls)
+        super().__init__("rule", problem, rule, remedy)
+
+
+class UnknownName(ValueError):
+    """A name of a ``kind``, such as "head", is not among the choices; ``listing`` is printed instead of a long list.
 
     Attributes:
-        kind, name, choices: as given.
+        kind, name, choices, listing: as given.
         suggestions: choices that are close to the name.
 
     Example:
@@ -67,42 +67,125 @@ class UnknownName(ValueError):
         unknown backend 'magma': choose from: torch, cpu
     """
 
-    def __init__(self, kind: str, name: object, choices: Iterable[str]):
-        self.kind, self.name, self.choices = kind, name, tuple(choices)
-        self.suggestions = get_close_matches(str(name), self.choices, n=3, cutoff=0.5) or [
-            choice for choice in self.choices if name and choice.startswith(str(name))
-        ]
-        hint = f"{did_you_mean(self.suggestions)} Choose from" if self.suggestions else "choose from"
-        super().__init__(f"unknown {kind} {name!r}: {hint}: {', '.join(self.choices)}")
+    def __init__(self, kind: str, name: object, choices: Iterable[str], listing: str = ""):
+        self.kind, self.name, self.choices, self.listing = kind, name, tuple(choices), listing
+        self.suggestions = (
+            get_close_matches(str(name), self.choices, n=3, cutoff=0.5)
+            or [choice for choice in self.choices if name and choice.startswith(str(name))][:3]
+        )
+        rest = f"all names: {listing}" if listing else f"choose from: {', '.join(self.choices)}"
+        hint = f"{did_you_mean(self.suggestions)} {rest[0].upper()}{rest[1:]}" if self.suggestions else rest
+        super().__init__(f"unknown {kind} {name!r}: {hint}")
 
 
 class FileError(ValueError):
-    """A file or folder cannot be read, written or understood.
-
-    Args:
-        path: the file.
-        problem: why, such as "it is not valid YAML".
-
-    Example:
-        >>> print(FileError("args.yaml", "it is not valid YAML"))
-        cannot read args.yaml: it is not valid YAML
-    """
+    """A file or folder cannot be read, written or understood: ``cannot {verb} {path}: {problem}``."""
 
     def __init__(self, path: str | Path, problem: str, verb: str = "read"):
         self.path, self.problem, self.verb = Path(path), problem, verb
         super().__init__(f"cannot {verb} {path}: {problem}")
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return __newobj__, (type(self), *self.args), self.__dict__  # worker processes send it without calling __init__
+
+
+class WeightsError(FileError):
+    """A weights file does not fit a model; ``report`` is the ``LoadReport`` of strict loading, None if nothing fits."""
+
+    def __init__(self, path: str | Path, problem: str, report: object = None):
+        super().__init__(path, problem, "load")
+        self.report = report
+
 
 class NonFiniteError(ValueError):
-    """The input of a decomposition contains NaN or infinity."""
+    """The input of a decomposition contains NaN or infinity; ``samples`` are the indices of bad samples in the batch."""
+
+    def __init__(self, message: str, samples: Iterable[int] = ()):
+        self.samples = tuple(samples)
+        super().__init__(message)
+
+
+class ImageError(FileError):
+    """An image cannot be read or used; ``path`` is empty if it is not shown, ``truncated`` if the file ends too early."""
+
+    def __init__(self, problem: str, path: str | Path = "", truncated: bool = False):
+        super().__init__(path, problem)
+        self.truncated = truncated
+        if not path:
+            self.args = (problem,)
+
+
+class AnnotationError(FileError):
+    """A list or annotation file of a data set is wrong or does not fit other files; ``value`` is the first bad entry."""
+
+    def __init__(self, dataset: str, path: str | Path, problem: str, value: object = None):
+        super().__init__(path, problem)
+        self.dataset, self.value = dataset, value
+
+
+class BatchError(ValueError):
+    """Images cannot be stacked to a batch; ``sizes`` are their different sizes, if that is the reason."""
+
+    def __init__(self, message: str, sizes: Iterable[tuple[int, ...]] = ()):
+        self.sizes = tuple(sizes)
+        super().__init__(message)
 
 
 class LayoutError(ValueError):
-    """A folder does not have the layout of its data set; the message shows both, on several lines."""
+    """A folder does not have the layout of its data set; the message shows both, on several lines.
+
+    Attributes:
+        dataset, root, missing: name of the data set, the folder (None if none was given), and the names that it lacks.
+    """
+
+    def __init__(self, message: str, dataset: str = "", root: Path | None = None, missing: Iterable[str] = ()):
+        self.dataset, self.root, self.missing = dataset, root, tuple(missing)
+        super().__init__(message)
 
 
 class FailedError(ValueError):
     """A command was understood and its work failed, for example because a training diverged."""
+
+
+class Diverged(FailedError):
+    """A training diverged: the loss, the features or the scores are not finite, or all covariances are zero.
+
+    Attributes:
+        reason, epoch, batch, batches: what happened, such as "the loss is nan", and where, counted from 1.
+        loss, checkpoint: the loss, if it is the reason; the last good checkpoint, if one was written.
+        event: reason, epoch and batch in one phrase.
+    """
+
+    def __init__(self, reason: str, epoch: int, batch: int, batches: int, loss: float | None, checkpoint: Path | None):
+        self.reason, self.epoch, self.batch, self.batches = reason, epoch, batch, batches
+        self.loss, self.checkpoint = loss, checkpoint
+        self.event = f"{reason} in epoch {epoch} at batch {batch} of {batches}"
+        kept = f"the last good checkpoint is {checkpoint}" if checkpoint else "no checkpoint was written before"
+        super().__init__(
+            f"{self.event}: start again in a new folder with a lower learning rate (optimiser.lr), a warm-up "
+            f"(schedule.warmup_epochs) or limited gradients (clip_grad); {kept}"
+        )
+
+
+class CheckpointError(FileError):
+    """A checkpoint or another file of a training cannot be written or read."""
+
+
+class Interrupted(Exception):
+    """A training was stopped by a signal after its checkpoint was written, at a ``position`` such as "after epoch 3"."""
+
+    def __init__(self, signal: int, position: str):
+        self.signal, self.position, self.exit_code = signal, position, 128 + signal  # as shells report it
+        super().__init__(f"stopped by {Signals(signal).name} {position}")
+
+
+class UnreadableImages(FileError):
+    """Images of a data set cannot be read; ``problems`` are (path, reason) pairs, and the file ``listing`` lists them."""
+
+    def __init__(self, problems: Iterable[tuple[str, str]], listing: Path):
+        self.problems, self.listing = tuple(problems), listing
+        (path, reason), number = self.problems[0], len(self.problems)
+        super().__init__(path, f"{reason}; replace or remove the {number} unreadable images that {listing} lists")
 
 
 class MissingPackageError(ImportError):
@@ -114,15 +197,22 @@ class EigenSolverError(RuntimeError):
 
 
 class SecondOrderError(RuntimeError):
-    """A second derivative was requested from an operation that only has a first derivative."""
+    """A second derivative was requested from a ``function`` that only has a first derivative."""
+
+    def __init__(self, message: str, function: str = ""):
+        self.function = function
+        super().__init__(message)
+
+
+class ShortRankWarning(UserWarning):
+    """A feature map has fewer ``positions`` than ``channels``, so that the covariance is singular for every image."""
+
+    def __init__(self, message: str, channels: int = 0, positions: int = 0):
+        self.channels, self.positions = channels, positions
+        super().__init__(message)
 
 
 def did_you_mean(suggestions: Iterable[str]) -> str:
-    """A question that lists close matches; empty if there are none.
-
-    Example:
-        >>> did_you_mean(["torch", "cpu"]), did_you_mean([])
-        ("did you mean 'torch' or 'cpu'?", '')
-    """
+    """A question that lists close matches; empty if there are none."""
     names = " or ".join(map(repr, suggestions))
     return f"did you mean {names}?" if names else ""

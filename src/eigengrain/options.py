@@ -4,16 +4,28 @@ A config is built from plain values: a YAML file, a mapping or the command line.
 its field; nothing is imported or called because a value names it.
 """
 
+import inspect
+import json
+import math
+import operator
 import re
 import types
-from collections.abc import Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from eigengrain import yaml_files
 from eigengrain.errors import ArgumentError, UnknownName
 
 C = TypeVar("C")
+
+#: choices that the help has room for
+_MOST_CHOICES = 8
+#: bounds of a number: the words for them and their tests
+_BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "below": ("below", operator.lt)}
+#: names, or a function that lists them
+Names = Sequence[str] | Callable[[], Sequence[str]]
 
 #: placeholder for the value of an option in the help, where its type does not give one
 _METAVARS = {
@@ -24,21 +36,64 @@ _METAVARS = {
 }
 
 
-def build(config: type[C], values: Mapping[str, Any]) -> C:
-    """Build a dataclass from plain values; nested dataclasses take nested mappings.
+def setting(
+    default: Any,
+    *,
+    choices: Names = (),
+    offers: Names = (),
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
+    several: bool = False,
+) -> Any:
+    """Declare an option: a dataclass field with what its type does not tell. :func:`check` checks its value.
 
     Args:
-        config: a dataclass whose fields are plain types, lists, tuples, ``dict[str, Any]`` or dataclasses.
-        values: field name to value; missing fields keep their defaults.
+        default: default value; a list or dict is copied for every instance.
+        choices: the only names that are allowed.
+        offers: names that the shell completes, where others are allowed too.
+        least: smallest number.
+        above: number that a value must exceed.
+        below: number that a value must not reach.
+        several: for a list: whether the command line accepts several words after the option, as in ``--rules a b``.
+    """
+    facts = {"choices": choices, "offers": offers, "least": least, "above": above, "below": below, "several": several}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=facts)
+    return field(default=default, metadata=facts)
+
+
+def check(config: Any, prefix: str = "") -> None:
+    """Check the values of a dataclass against its :func:`setting` declarations; None is always allowed.
+
+    Raises:
+        UnknownName: if a value is not among the choices.
+        ArgumentError: if a number is not finite or out of range.
+    """
+    for each in fields(config):
+        value, facts, name = getattr(config, each.name), each.metadata, prefix + each.name
+        choices = _list(facts.get("choices", ()))
+        bounds = [(*_BOUNDS[key], limit) for key, limit in facts.items() if key in _BOUNDS and limit is not None]
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if choices and item is not None and item not in choices:
+                raise UnknownName(name, item, choices)
+            is_number = isinstance(item, int | float) and not isinstance(item, bool)
+            if bounds and is_number and not (math.isfinite(item) and all(fits(item, limit) for _, fits, limit in bounds)):
+                expected = " and ".join(f"{words} {limit:g}" for words, _, limit in bounds)
+                raise ArgumentError(name, f"must be {expected}", item)
+
+
+def _list(names: Names) -> tuple[str, ...]:
+    return tuple(names() if callable(names) else names)
+
+
+def build(config: type[C], values: Any, prefix: str = "") -> C:
+    """Build a dataclass from a mapping of field names to plain values; nested dataclasses take nested mappings.
 
     Raises:
         UnknownName: for an unknown key, with close matches.
         ArgumentError: for a value of the wrong type.
     """
-    return _build(config, values, "")
-
-
-def _build(config: type[C], values: Any, prefix: str) -> C:
     if not isinstance(values, Mapping):
         raise ArgumentError(prefix.rstrip(".") or "options", "must be a mapping of names to values", values)
     hints, names = get_type_hints(config), [f.name for f in fields(config)]  # type: ignore[arg-type]
@@ -49,13 +104,9 @@ def _build(config: type[C], values: Any, prefix: str) -> C:
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """Check a plain value against a type hint and return it as that type.
+    """Check a plain value against a type hint and return it as that type, or raise an ArgumentError.
 
-    An int is accepted as a float, a list as a tuple, and text such as '1e-3', which YAML does not read as a number, as a
-    float.
-
-    Raises:
-        ArgumentError: if the value does not fit.
+    An int or text such as '1e-3', which YAML does not read as a number, is accepted as a float, and a list as a tuple.
 
     Example:
         >>> convert([1, 2], list[int] | int, "sizes"), convert("1e-3", float, "lr")
@@ -66,50 +117,36 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         eigengrain.errors.ArgumentError: epochs must be an integer, got True
     """
     if is_dataclass(hint):
-        return _build(hint, value, f"{name}.")  # type: ignore[arg-type]
-    for kind in types_of(hint):
-        try:
-            return _convert(value, kind)
-        except _Mismatch:
-            continue
-    raise ArgumentError(name, f"must be {describe_type(hint)}", value)
-
-
-class _Mismatch(Exception):
-    """A value is not of the type that is tried."""
+        return build(hint, value, f"{name}.")  # type: ignore[arg-type]
+    try:
+        return _convert(value, hint)
+    except TypeError:
+        raise ArgumentError(name, f"must be {describe_type(hint)}", value) from None
 
 
 def _convert(value: Any, kind: Any) -> Any:
+    """Return the value as a type, or raise a TypeError."""
     origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        for member in args:
+            with suppress(TypeError):
+                return _convert(value, member)
     if kind is type(None) and value is None:
         return None
     if origin is Literal and value in args and not isinstance(value, bool):
         return value
     if origin is list and isinstance(value, list | tuple):
-        return [_any_of(item, args[0]) for item in value]
+        return [_convert(item, args[0]) for item in value]
     if origin is tuple and isinstance(value, list | tuple) and len(value) == len(args):
-        return tuple(_any_of(item, hint) for item, hint in zip(value, args, strict=True))
+        return tuple(_convert(item, hint) for item, hint in zip(value, args, strict=True))
     if origin is dict and isinstance(value, Mapping):
         return dict(yaml_files.check_plain(value))
-    if kind in (bool, str) and isinstance(value, kind):
-        return value
-    if kind is int and isinstance(value, int) and not isinstance(value, bool):
+    if kind in (bool, str, int) and isinstance(value, kind) and (kind is bool) == isinstance(value, bool):
         return value
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
+        with suppress(ValueError, OverflowError):
             return float(value)
-        except (ValueError, OverflowError):
-            raise _Mismatch from None
-    raise _Mismatch
-
-
-def _any_of(value: Any, hint: Any) -> Any:
-    for kind in types_of(hint):
-        try:
-            return _convert(value, kind)
-        except _Mismatch:
-            continue
-    raise _Mismatch
+    raise TypeError
 
 
 def types_of(hint: Any) -> tuple[Any, ...]:
@@ -144,21 +181,14 @@ def _describe(kind: Any) -> str:
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a command.
+    """One option of a command."""
 
-    Args:
-        name: dotted name, such as data.transforms.kind.
-        help: description, from the docstring of its dataclass.
-        hint: type.
-        default: value if the option is not given.
-        switch: whether it takes no value.
-    """
-
-    name: str
-    help: str
-    hint: Any
+    name: str  # dotted, such as data.transforms.kind
+    help: str  # description, from the docstring of its dataclass
+    hint: Any  # type
     default: Any
-    switch: bool = False
+    switch: bool = False  # whether it takes no value
+    facts: Mapping[str, Any] = field(default_factory=dict)  # what :func:`setting` declares
 
     @property
     def last(self) -> str:
@@ -167,8 +197,8 @@ class Option:
 
     @property
     def group(self) -> str:
-        """The dotted name without its last part; empty for an option of the command itself."""
-        return self.name.rpartition(".")[0]
+        """The part of a dotted name before its last; empty for an option of the command itself."""
+        return self.name.rpartition(".")[0].rpartition(".")[2]
 
     @property
     def kinds(self) -> tuple[Any, ...]:
@@ -183,7 +213,13 @@ class Option:
     @property
     def is_path(self) -> bool:
         """Whether a value is a path or a list of paths."""
-        return _METAVARS.get(self.last) in ("FOLDER", "PATH", "FILE") and self.kinds in ((str,), (list[str],))
+        return self._word in ("FOLDER", "PATH", "FILE") and self.kinds in ((str,), (list[str],))
+
+    @property
+    def _word(self) -> str:
+        """Placeholder for one text; ``data`` is a folder, or a name if names are offered."""
+        word = _METAVARS.get(self.last, "")
+        return "NAME" if word == "FOLDER" and self.offers else word
 
     @property
     def is_list(self) -> bool:
@@ -195,40 +231,60 @@ class Option:
         """The literal values of its type."""
         return tuple(dict.fromkeys(word for kind in self.kinds for word in _words(kind)))
 
-    def parse(self, text: str) -> Any:
-        """Convert the text of a command line to a value.
+    @property
+    def choices(self) -> tuple[str, ...]:
+        """The names that it accepts, if it accepts nothing else."""
+        return _list(self.facts.get("choices", ())) or (self.literals if len(self.kinds) == 1 else ())
 
-        Raises:
-            ValueError: if the text does not fit the type.
+    @property
+    def offers(self) -> tuple[str, ...]:
+        """The names that the shell completes."""
+        return self.choices or _list(self.facts.get("offers", ())) or self.literals
+
+    def parse(self, text: str) -> Any:
+        """Convert the text of a command line to a value; a list is written ``a,b`` or ``[a,b]``.
 
         Example:
             >>> Option("reduce", "", int | Literal["auto"] | None, "auto").parse("256")
             256
+            >>> Option("heads", "", list[str], []).parse("gap,mpncov+seb"), Option("x", "", Literal[1, 2], 1).parse("2")
+            (['gap', 'mpncov+seb'], 2)
         """
         if self.kinds == (str,):
             return None if text == "null" and self.optional else text
-        if self.literals and text in self.literals and not self.is_list and bool not in self.kinds:
-            return text
+        words = [word for kind in self.kinds if get_origin(kind) is Literal for word in get_args(kind)]
+        if text in map(str, words):
+            return next(word for word in words if str(word) == text)
         try:
-            return convert(yaml_files.load(text), self.hint, self.name)
+            return convert(self._load(text), self.hint, self.name)
         except ValueError:
             if str in self.kinds:
                 return text
             if self.literals and not self.is_list and len(self.kinds) == 1:
                 raise UnknownName(self.name, text, self.literals) from None
-            raise ArgumentError(self.name, f"must be {self.expected}", text) from None
+            raise ArgumentError(self.name, f"must be {describe_type(self.hint)}", text) from None
 
-    def metavar(self, choices: tuple[str, ...] = ()) -> str:
+    def _load(self, text: str) -> Any:
+        """The plain value of a text, or the values of a list without brackets."""
+        takes_list = any(get_origin(kind) in (list, tuple) for kind in self.kinds)
+        bracketed = text.startswith("[") or (text == "null" and self.optional)
+        if not takes_list or bracketed or not text or not (len(self.kinds) == 1 or "," in text):
+            return yaml_files.load(text)
+        items = text.split(",")
+        return items if self.kinds == (list[str],) else [yaml_files.load(item) for item in items]
+
+    @property
+    def metavar(self) -> str:
         """Placeholder for its value in the help.
 
         Example:
-            >>> Option("reduce", "", int | Literal["auto"] | None, "auto").metavar()
+            >>> Option("reduce", "", int | Literal["auto"] | None, "auto").metavar
             'N|auto'
-            >>> Option("batch", "", list[int] | int, 1).metavar(), Option("out", "", str | None, None).metavar()
+            >>> Option("batch", "", list[int] | int, 1).metavar, Option("out", "", str | None, None).metavar
             ('N,…', 'PATH')
         """
-        if choices and not self.is_list:
-            return "{" + ",".join(choices) + "}"
+        if self.choices and len(self.choices) <= _MOST_CHOICES and not self.is_list:
+            return "{" + ",".join(self.choices) + "}"
         names = {self._metavar(kind) for kind in self.kinds}
         return "|".join(sorted(text for text in names if f"{text},…" not in names))  # one value is a short list
 
@@ -237,30 +293,17 @@ class Option:
             return "|".join(map(str, get_args(kind)))
         if get_origin(kind) is list:
             [item] = get_args(kind)
-            return f"{_METAVARS.get(self.last, 'NAME') if item is str else self._metavar(item)},…"
+            return f"{self._word or 'NAME' if item is str else self._metavar(item)},…"
         if get_origin(kind) is tuple:
             return "[" + ",".join(map(self._metavar, get_args(kind))) + "]"
         if get_origin(kind) is dict:
             return "'{key: value}'"
-        by_type = {int: "N", float: "X", bool: "{true,false}"}
-        return by_type.get(kind) or _METAVARS.get(self.last) or self.last.upper()
-
-    @property
-    def expected(self) -> str:
-        """Description of its type for messages."""
-        return describe_type(self.hint)
+        return {int: "N", float: "X", bool: "{true,false}"}.get(kind) or self._word or self.last.upper()
 
     @property
     def default_text(self) -> str:
-        """Its default as it would be typed; empty if there is nothing worth showing.
-
-        Example:
-            >>> Option("seeds", "", list[int], [0, 1]).default_text, Option("flip", "", bool, True).default_text
-            ('[0,1]', 'true')
-        """
-        if self.switch or self.default is None or self.default in ("", [], {}):
-            return ""
-        return _as_typed(self.default)
+        """Its default as it would be typed, such as [0,1] or true; empty if there is nothing worth showing."""
+        return "" if self.switch or self.default in (None, "", [], {}) else _as_typed(self.default)
 
 
 def _words(kind: Any) -> tuple[str, ...]:
@@ -272,21 +315,15 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 
 def _as_typed(value: Any) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
+    if isinstance(value, bool | dict):
+        return json.dumps(value)
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_as_typed, value))}]"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def options_of(config: type[Any], prefix: str = "") -> tuple[Option, ...]:
-    """All options of a dataclass and of the dataclasses in it, in order.
-
-    Example:
-        >>> from eigengrain.training.config import Train
-        >>> [option.name for option in options_of(Train)][:3]
-        ['recipe', 'data.name', 'data.root']
-    """
+    """All options of a dataclass and of the dataclasses in it, in order."""
     hints, descriptions = get_type_hints(config), arguments(config.__doc__ or "")
     options: list[Option] = []
     for each in fields(config):
@@ -296,32 +333,24 @@ def options_of(config: type[Any], prefix: str = "") -> tuple[Option, ...]:
             continue
         default = each.default_factory() if each.default_factory is not MISSING else each.default
         switch = hint is bool and default is False and not prefix
-        options.append(Option(name, descriptions.get(each.name, ""), hint, None if default is MISSING else default, switch))
+        default = None if default is MISSING else default
+        options.append(Option(name, descriptions.get(each.name, ""), hint, default, switch, each.metadata))
     return tuple(options)
 
 
-def arguments(docstring: str) -> dict[str, str]:
-    """The descriptions in the Args section of a docstring, one line each.
+def as_words(config: Any, skip: Sequence[str] = ()) -> list[str]:
+    """The words of a command line for the options of a config that do not have their defaults."""
+    words: list[str] = []
+    for option in options_of(type(config)):
+        value = getattr(config, option.name)
+        if value != option.default and option.name not in skip:
+            values = value if option.facts.get("several") else [] if option.switch else [value]
+            words += [f"--{option.name}", *map(_as_typed, values)]
+    return words
 
-    Example:
-        >>> arguments('''Sizes.
-        ...
-        ...     Args:
-        ...         width: width of the image,
-        ...             in pixels.
-        ...         depth: number of layers.
-        ... ''')
-        {'width': 'width of the image, in pixels.', 'depth': 'number of layers.'}
-    """
-    _, _, rest = docstring.partition("Args:\n")
-    section = rest.split("\n\n")[0]
-    descriptions: dict[str, str] = {}
-    name = ""
-    for line in section.splitlines():
-        match = re.match(r" {8}(\w+): (.*)", line)
-        if match:
-            name = match[1]
-            descriptions[name] = match[2]
-        elif name and line.strip():
-            descriptions[name] += " " + line.strip()
-    return {name: text.strip() for name, text in descriptions.items()}
+
+def arguments(docstring: str) -> dict[str, str]:
+    """The descriptions in the Args section of a docstring, one line each."""
+    section = inspect.cleandoc(docstring).partition("Args:\n")[2].split("\n\n")[0]
+    items = re.findall(r"^ {4}(\w+): (.*(?:\n {5}.*)*)", section, re.MULTILINE)
+    return {name: " ".join(text.split()) for name, text in items}

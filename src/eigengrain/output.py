@@ -1,8 +1,7 @@
-"""How commands speak: for reading, in bare lines (``--quiet``), or as one JSON document (``--json``).
+"""The output of commands: tables and sentences for people, bare lines (``--quiet``) or one JSON document (``--json``).
 
-A command asks for :func:`reading` to print tables and sentences, for :func:`progress` to say how far it is, and ends with
-:func:`result`. Which of them reach the user is decided here, by the :func:`mode` that the command line enters. Importing
-this imports nothing heavy.
+A command prints tables and sentences to :func:`console`, progress and notes to :func:`stderr_console`, and ends with
+:func:`result`. The :func:`mode` that the command line enters decides which of them are shown. No torch here.
 """
 
 import contextlib
@@ -18,36 +17,31 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
 class Mode:
-    """How the running command speaks.
+    """Output mode of the running command."""
 
-    Args:
-        quiet: no progress, no decoration, no notes; the result in bare lines.
-        json: the result as one JSON document, and nothing else on stdout.
-        stdout: where the document goes, while stdout itself leads to stderr.
-    """
-
-    quiet: bool = False
-    json: bool = False
-    stdout: TextIO | None = None
+    quiet: bool = False  # no progress, decoration or notes; the result in bare lines
+    json: bool = False  # the result as one JSON document, and nothing else on stdout
+    stdout: TextIO | None = None  # stream for the document, while stdout is redirected to stderr
 
 
 _modes = [Mode()]
 
 
 def current() -> Mode:
-    """The mode of the running command; outside a command, the one for reading."""
+    """The mode of the running command."""
     return _modes[-1]
 
 
 @contextlib.contextmanager
 def mode(quiet: bool = False, json: bool = False) -> Iterator[None]:
-    """Let everything inside speak in this way.
+    """Set the output mode inside a ``with`` block.
 
-    With ``json``, whatever is printed to stdout by whomever goes to stderr, so that the document stands alone.
+    With ``json``, stdout is redirected to stderr so that only the JSON document reaches stdout.
 
     Example:
         >>> with mode(json=True):
@@ -60,7 +54,8 @@ def mode(quiet: bool = False, json: bool = False) -> Iterator[None]:
         42
     """
     with contextlib.ExitStack() as stack:
-        chosen = Mode(quiet, json, sys.stdout if json else None)
+        _modes.append(Mode(quiet, json, sys.stdout if json else None))
+        stack.callback(_modes.pop)
         if json:
             stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         stack.enter_context(warnings.catch_warnings())
@@ -68,62 +63,73 @@ def mode(quiet: bool = False, json: bool = False) -> Iterator[None]:
             warnings.simplefilter("ignore")
         else:
             warnings.showwarning = _one_line(warnings.showwarning)
-        _modes.append(chosen)
-        stack.callback(_modes.pop)
         yield
 
 
-def _one_line(usual: Callable[..., None]) -> Callable[..., None]:
-    """Warnings of this package as a line for its user; those of others as they are, for whoever reads code."""
+def _one_line(original: Callable[..., None]) -> Callable[..., None]:
+    """Show warnings of this package as one line; those of other packages are for developers and stay as they are."""
     own = str(Path(__file__).parent)
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if category is UserWarning and filename.startswith(own) and file is None:
+    def show(message: Any, category: type[Warning], filename: str, lineno: int, file: Any = None, line: Any = None) -> None:
+        if issubclass(category, UserWarning) and filename.startswith(own) and file is None:
             print(f"eigengrain: note: {message}", file=sys.stderr, flush=True)
         else:
-            usual(message, category, filename, lineno, file, line)
+            original(message, category, filename, lineno, file, line)
 
     return show
 
 
-def reading() -> "Console":
-    """A console on stdout for tables and sentences, which is silent where they are not wanted."""
+def console() -> "Console":
+    """A rich console on stdout for tables and sentences; silent with ``--quiet`` and ``--json``."""
     from rich.console import Console
 
-    class Reading(Console):
+    class Strict(Console):
         def on_broken_pipe(self) -> None:
-            raise BrokenPipeError  # rich would end the program with a code of its own
+            raise BrokenPipeError  # rich would exit with its own code
 
-    return Reading(quiet=current().quiet or current().json)
+    return Strict(quiet=current().quiet or current().json)
 
 
-def progress() -> "Console":
-    """A console on stderr for how far the work is and for notes, which is silent with ``--quiet``."""
+def stderr_console() -> "Console":
+    """A rich console on stderr for progress and notes; silent with ``--quiet``."""
     from rich.console import Console
 
     return Console(stderr=True, quiet=current().quiet)
 
 
-def result(document: Any, bare: Iterable[object] = ()) -> None:
-    """What a command came to, said once at its end.
+def say(*lines: object) -> None:
+    """Print lines to :func:`console` as they are, without wrapping, markup or colours."""
+    for line in lines:
+        console().print(str(line), soft_wrap=True, markup=False, highlight=False)
 
-    Args:
-        document: for ``--json``: of mappings, lists, dataclasses, paths, texts and numbers; NaN and infinity become null.
-        bare: for ``--quiet``: one line each.
-    """
+
+def note(line: str) -> None:
+    """Print a line to :func:`stderr_console` as it is."""
+    stderr_console().print(line, soft_wrap=True, markup=False, highlight=False)
+
+
+def table(title: str, headings: Iterable[str], rows: Iterable[Iterable[object]], left: int = 1) -> "Table":
+    """A table for :func:`console`; the first ``left`` columns are aligned left and not wrapped, the others right."""
+    from rich import box
+    from rich.markup import escape
+    from rich.table import Table
+
+    view = Table(title=escape(title), title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for place, heading in enumerate(headings):
+        view.add_column(escape(heading), justify="left" if place < left else "right", no_wrap=place == 0, overflow="fold")
+    for row in rows:
+        view.add_row(*(escape(str(cell)) for cell in row))
+    return view
+
+
+def result(document: Any, bare: Iterable[object] = ()) -> None:
+    """Print the result of a command, once at its end: a document for ``--json``, see :func:`plain`, or bare lines."""
     stdout = current().stdout
     if stdout is not None:
         text = json.dumps(plain(document), indent=2, ensure_ascii=False, allow_nan=False)
         try:
             text.encode(stdout.encoding or "utf-8")
-        except UnicodeEncodeError:  # by their numbers, which JSON has for letters that stdout has not
+        except UnicodeEncodeError:  # stdout lacks a character: JSON can escape it
             text = json.dumps(json.loads(text), indent=2)
         print(text, file=stdout, flush=True)
     elif current().quiet:
@@ -132,10 +138,7 @@ def result(document: Any, bare: Iterable[object] = ()) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it.
-
-    Raises:
-        TypeError: for a value that has no such form.
+    """Convert mappings, iterables, dataclasses and paths to what JSON can represent; NaN and infinity become None.
 
     Example:
         >>> from pathlib import Path
@@ -154,4 +157,4 @@ def plain(value: Any) -> Any:
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, Iterable):
         return [plain(each) for each in value]
-    raise TypeError(f"no JSON for a value of type {type(value).__name__}")
+    raise TypeError(f"cannot convert a value of type {type(value).__name__} to JSON")

@@ -1,4 +1,4 @@
-"""How long work shows itself on the terminal."""
+"""Progress bars on the terminal."""
 
 from collections.abc import Iterable, Iterator
 from typing import TypeVar
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class _Bar(Progress):
-    """One that prints nothing at all where it is hidden: rich before 14.3 ends a hidden one with an empty line."""
+    """A bar that prints nothing if it is disabled; rich before 14.3 prints an empty line at the end."""
 
     def stop(self) -> None:
         if not self.disable:
@@ -19,28 +19,19 @@ class _Bar(Progress):
 
 
 def progress_bar(show: bool = True, remaining: bool = False) -> Progress:
-    """A bar on stderr with a description, a count and the time; it vanishes when the work is done.
+    """A bar on stderr with a description, a count and the elapsed or ``remaining`` time, which disappears at the end.
 
-    Nothing is shown where stderr is no terminal, nor with ``--quiet``.
-
-    Args:
-        show: whether there is one at all.
-        remaining: whether the time is the one that is left, instead of the one that has passed.
+    It is hidden if stderr is not a terminal, and with ``--quiet``.
     """
-    console = output.progress()
+    console = output.stderr_console()
     hidden = not show or console.quiet or not console.is_terminal
     time = TimeRemainingColumn() if remaining else TimeElapsedColumn()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), time)
     return _Bar(*columns, console=console, transient=True, disable=hidden)
 
 
-def tracked(items: Iterable[T], total: int, description: str, step: int = 1, show: bool = True) -> Iterator[T]:
-    """The items, with such a bar and the time that is left.
-
-    Example:
-        >>> list(tracked("ab", 2, "letters"))
-        ['a', 'b']
-    """
+def track(items: Iterable[T], total: int, description: str, step: int = 1, show: bool = True) -> Iterator[T]:
+    """Iterate over items with a bar that shows the remaining time."""
     with progress_bar(show, remaining=True) as progress:
         task = progress.add_task(description, total=total)
         for item in items:

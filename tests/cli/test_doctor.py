@@ -1,4 +1,4 @@
-"""What the doctor sees of folders, caches and extras."""
+"""The report on packages, extras, devices, data sets and caches."""
 
 import errno
 import json
@@ -9,18 +9,20 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from benchmarks import caches, doctor
+from eigengrain.cli import doctor
 from eigengrain.cli import main as cli
-from eigengrain.cli.doctor_data import look
+from eigengrain.cli.doctor import find_data
 from eigengrain.data import open_dataset
+from eigengrain.data.datasets.registry import Entry, register_dataset
+from eigengrain.errors import FileError
 
 
 @pytest.fixture(autouse=True)
 def surroundings(tmp_path, monkeypatch):
-    """A cache of its own, no folder of data sets, and no second process for an import."""
+    """An empty cache, no folder of data sets, and no second process for an import."""
     monkeypatch.setenv("EIGENGRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("EIGENGRAIN_DATA", raising=False)
-    monkeypatch.setattr(doctor, "import_trouble", lambda module: "")
+    monkeypatch.setattr(doctor, "import_error", lambda module: "")
 
 
 def draw(path):
@@ -105,114 +107,146 @@ MAKERS = {
 }
 
 
-def state(root, name):
-    found = [seen for seen in look(root) if seen.name == name]
-    return found[0] if found else None
+def find(root, name):
+    return next((seen for seen in find_data(root) if seen["name"] == name), None)
+
+
+def report(capsys, *words, code=0):
+    assert cli.main(["doctor", *words, "--json"]) == code
+    return json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("name", MAKERS)
-def test_a_data_set_is_found_where_its_reader_opens_it_and_missed_where_it_does_not(name, tmp_path):
-    """Every file that the glance asks for is one without which the reader refuses the folder."""
+def test_a_data_set_is_found_exactly_if_its_reader_opens_it(name, tmp_path):
+    """Every file that is looked for is one without which the reader refuses the folder."""
     make, folder = MAKERS[name]
     root = tmp_path / "data"
     own = root / folder
     own.mkdir(parents=True)
-    assert state(root, name) is None or state(root, name).state != "found"
+    assert find(root, name) is None or find(root, name)["state"] != "found"
     make(own)
     for split in ("train", "test"):
         open_dataset(name, root, split)
-    assert state(root, name).state == state(own, name).state == "found"
-    assert [seen.name for seen in look(root) if seen.state == "found"] == [name]
-    first = sorted(own.iterdir())
-    for part in first:
+    assert find(root, name)["state"] == find(own, name)["state"] == "found"
+    assert [seen["name"] for seen in find_data(root) if seen["state"] == "found"] == [name]
+    for part in sorted(own.iterdir()):
         hidden = part.rename(own / f"hidden-{part.name}")
-        seen = state(root, name)
+        seen = find(root, name)
         try:
             for split in ("train", "test"):
                 open_dataset(name, root, split)
             opens = True
         except ValueError:
             opens = False
-        assert (seen is not None and seen.state == "found") == opens, part.name
+        assert (seen is not None and seen["state"] == "found") == opens, part.name
         hidden.rename(part)
 
 
-def test_cars_are_found_in_both_forms(tmp_path):
+def test_cars_are_found_in_both_layouts(tmp_path):
     for folder in ("cars_train", "cars_test", "devkit"):
         (tmp_path / "cars" / folder).mkdir(parents=True)
-    assert state(tmp_path, "cars").missing == (
+    assert find(tmp_path, "cars")["missing"] == [
         "devkit/cars_meta.mat",
         "devkit/cars_train_annos.mat",
         "cars_test_annos_withlabels.mat",
-    )
+    ]
     (tmp_path / "cars/car_ims").mkdir()
     (tmp_path / "cars/cars_annos.mat").touch()
-    assert state(tmp_path, "cars").state == "found"
+    assert find(tmp_path, "cars")["state"] == "found"
 
 
 def test_what_is_missing_and_where_to_get_it(tmp_path):
     (tmp_path / "CUB_200_2011/images").mkdir(parents=True)
-    birds, dogs = state(tmp_path, "cub"), state(tmp_path, "dogs")
-    assert birds.state == "incomplete"
-    assert birds.missing == ("images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt")
-    assert birds.remedy == "see 'eigengrain datasets list cub'"
-    assert dogs.state == "not found"
-    assert "ImageNetDogs" in dogs.remedy
-    assert dogs.remedy.endswith(str(tmp_path / "stanford_dogs"))
+    birds, dogs = find(tmp_path, "cub"), find(tmp_path, "dogs")
+    assert (birds["state"], birds["folder"]) == ("incomplete", str(tmp_path / "CUB_200_2011"))
+    assert birds["missing"] == ["images.txt", "image_class_labels.txt", "train_test_split.txt", "classes.txt"]
+    assert (dogs["state"], dogs["folder"]) == ("not found", None)
+    assert dogs["remedy"].endswith(str(tmp_path / "stanford_dogs"))
+
+
+def test_a_data_set_of_a_user_is_reported(tmp_path, capsys):
+    from eigengrain.data.datasets import registry
+
+    entries = [
+        Entry("colours", "Colours", (("red.png", "an image"),), lambda root, split: None),
+        Entry("shapes", "Shapes", (("a.png", "an image"),), lambda root, split: None, ("shapes",), (("a.png",),)),
+    ]
+    try:
+        for entry in entries:
+            register_dataset(entry)
+        states = {each["name"]: each["state"] for each in report(capsys, "--data", str(tmp_path))["data"]["sets"]}
+        assert states["shapes"] == "not found"
+        assert "colours" not in states  # it does not declare its files
+        draw(tmp_path / "shapes" / "a.png")
+        assert find(tmp_path, "shapes")["state"] == "found"
+    finally:
+        for entry in entries:
+            registry._ENTRIES.pop(entry.name)
 
 
 def test_the_folder_comes_from_the_option_or_the_environment(tmp_path, monkeypatch, capsys):
     make_cub(tmp_path / "CUB_200_2011")
-    monkeypatch.setenv("COLUMNS", "400")
-    assert cli.main(["doctor", "--data", str(tmp_path)]) == 0
-    assert f"found in {tmp_path}/CUB_200_2011" in capsys.readouterr().out
     monkeypatch.setenv("EIGENGRAIN_DATA", str(tmp_path))
-    assert cli.main(["doctor", "--json"]) == 0
-    document = json.loads(capsys.readouterr().out)
-    assert document["data"]["folder"] == str(tmp_path)
-    assert [seen["name"] for seen in document["data"]["sets"] if seen["state"] == "found"] == ["cub"]
-    assert cli.main(["doctor", "--data", str(tmp_path / "none")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    for words in ((), ("--data", str(tmp_path / "CUB_200_2011"))):
+        data = report(capsys, *words)["data"]
+        assert data["folder"] == str(words[1] if words else tmp_path)
+        assert [seen["name"] for seen in data["sets"] if seen["state"] == "found"] == ["cub"]
+    with pytest.raises(FileError) as error:
+        find_data(tmp_path / "none")
+    assert error.value.path == tmp_path / "none"
 
 
-def test_missing_extras_come_with_the_line_that_brings_them(monkeypatch, capsys):
+def test_the_report_for_people(capsys):
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert all(package in out for package in doctor.REQUIRED)
+
+
+def test_missing_packages(monkeypatch, capsys):
+    """A missing extra is not a problem; a missing requirement is."""
     real = doctor.installed
-    monkeypatch.setattr(doctor, "installed", lambda package: None if package in ("gradio", "onnx") else real(package))
-    found = {extra.name: extra for extra in doctor.missing_extras()}
-    assert found["explorer"].missing == ("gradio",)
-    assert found["export"].install == "pip install 'eigengrain[export]'"
-    assert "explain" not in found
-    assert cli.main(["doctor"]) == 0  # an extra is no problem
-    assert "pip install 'eigengrain[export]'" in capsys.readouterr().out
+    missing = {"gradio", "onnx"}
+    monkeypatch.setattr(doctor, "installed", lambda package: None if package in missing else real(package))
+    extras = {extra["name"]: extra for extra in report(capsys)["missing_extras"]}
+    assert extras["explorer"]["missing"] == ["gradio"]
+    assert extras["export"]["install"] == "pip install 'eigengrain[export]'"
+    assert "explain" not in extras
+    missing.add("timm")
+    [problem] = report(capsys, code=1)["problems"]
+    assert "timm" in problem
+
+
+def test_a_broken_torchvision_is_a_problem(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "import_error", lambda module: "OSError: undefined symbol")
+    [problem] = report(capsys, code=1)["problems"]
+    assert "undefined symbol" in problem
 
 
 def test_caches_are_measured(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
     (tmp_path / "cache/plumage").mkdir(parents=True)
-    (tmp_path / "cache/plumage/a.npz").write_bytes(b"x" * 3 * 2**20)
+    (tmp_path / "cache/plumage/a.npz").write_bytes(b"x" * 300)
     (tmp_path / "hub/blobs").mkdir(parents=True)
     (tmp_path / "hub/blobs/1").write_bytes(b"x" * 10)
     (tmp_path / "hub/link").symlink_to(tmp_path / "hub/blobs/1")
-    found = {cache.what: cache for cache in caches.caches()}
-    assert str(found["drawn birds"]) == "1 file, 3.0 MiB"
-    assert (found["weights of timm"].files, found["weights of timm"].bytes) == (1, 10)
-    assert str(found["solver timings"]) == "empty"
-    assert found["solver timings"].path == str(tmp_path / "cache/solvers.json")
+    sizes = {cache["what"]: (cache["files"], cache["bytes"]) for cache in doctor.caches(tmp_path / "cache")}
+    assert sizes["drawn birds"] == (1, 300)
+    assert sizes["weights of timm"] == (1, 10)
 
 
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
-    monkeypatch.setenv("EIGENGRAIN_CACHE", str(tmp_path / "file" / "cache"))
-    assert not caches.is_writable(tmp_path / "file" / "cache")
-    assert caches.is_writable(tmp_path / "new" / "deep")
+    folder = tmp_path / "file" / "cache"
+    monkeypatch.setenv("EIGENGRAIN_CACHE", str(folder))
+    assert doctor.find_problems(tmp_path / "new" / "deep") == []
     assert cli.main(["doctor", "--quiet"]) == 1
-    assert capsys.readouterr().out == (
-        f"the cache folder {tmp_path}/file/cache cannot be written to: set EIGENGRAIN_CACHE to another\n"
-    )
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert str(folder) in out
 
 
 @pytest.mark.parametrize(("variable", "code"), [("HF_HOME", 0), ("TORCH_HOME", 0), ("EIGENGRAIN_CACHE", 1)])
-def test_a_folder_that_may_not_be_looked_into(tmp_path, monkeypatch, capsys, variable, code):
+def test_a_folder_that_may_not_be_read(tmp_path, monkeypatch, capsys, variable, code):
     (tmp_path / "locked").mkdir()
     stat, access = os.stat, os.access
 
@@ -221,25 +255,15 @@ def test_a_folder_that_may_not_be_looked_into(tmp_path, monkeypatch, capsys, var
             raise PermissionError(errno.EACCES, "Permission denied", str(path))
         return stat(path, *rest, **options)
 
-    monkeypatch.setattr(os, "stat", refusing)  # as for another user: an administrator may look anywhere
+    monkeypatch.setattr(os, "stat", refusing)  # as for another user: an administrator may read everything
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != tmp_path / "locked" and access(path, mode))
     monkeypatch.delenv("HF_HUB_CACHE", raising=False)
     monkeypatch.setenv(variable, str(tmp_path / "locked/cache"))
-    assert cli.main(["doctor", "--quiet"]) == code
-    said = capsys.readouterr().out
-    assert said == (
-        f"the cache folder {tmp_path}/locked/cache cannot be written to: set EIGENGRAIN_CACHE to another\n" * code
-    )
+    assert len(report(capsys, code=code)["problems"]) == code
 
 
-def test_threads_are_told(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    facts = doctor.thread_facts()
-    assert facts["OMP_NUM_THREADS"] == "3"
-    assert 1 <= facts["cores"] <= os.cpu_count()
-
-
-def test_a_package_of_several_extras_is_listed_once():
-    names = [name for name, _ in doctor.package_rows()]
-    assert "captum" in names
-    assert len(names) == len(set(names))
+def test_the_system_is_described(capsys):
+    document = report(capsys)
+    assert document["environment"]["torch_version"].startswith(document["packages"][1]["version"].split("+")[0])
+    assert document["devices"][0]["device"] == "cpu"
+    assert document["devices"][0]["eigensolver"] == "torch"

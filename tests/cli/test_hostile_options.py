@@ -1,4 +1,4 @@
-"""Nothing that an option, a file of options or a record says is imported or called."""
+"""Nothing that an option, a file of options or a record names is imported or called."""
 
 import contextlib
 import json
@@ -7,21 +7,24 @@ from typing import get_origin
 
 import pytest
 import yaml
+from benchmarks.__main__ import COMMANDS as BENCHMARKS
+from studies.__main__ import COMMANDS as STUDIES
 
-from eigengrain import recipes
 from eigengrain.cli import main as cli
-from eigengrain.cli.catalogue import COMMANDS
+from eigengrain.cli.commands import COMMANDS
+from eigengrain.cli.parser import parse_command
 from eigengrain.errors import FileError
 from eigengrain.options import build, options_of
+from eigengrain.training import config as training
 from eigengrain.training.config import Train, from_mapping, to_mapping
 from eigengrain.yaml_files import MAX_DEPTH, load, read_mapping
 
-OPTIONS = [(command, option) for command in COMMANDS for option in options_of(command.config)]
+OPTIONS = [(command, option) for command in (*COMMANDS, *BENCHMARKS, *STUDIES) for option in options_of(command.config)]
 
 
 @pytest.fixture
 def trap(tmp_path):
-    """A value that makes a file if anything calls it, and a check that nothing did."""
+    """Values that create a file if anything calls them, and a check that nothing did."""
     mark = tmp_path / "code-ran"
     call = {"class_path": "pathlib.Path.touch", "init_args": {"self": str(mark)}}
     system = {"class_path": "os.system", "init_args": {"command": f"touch {mark}"}}
@@ -29,26 +32,25 @@ def trap(tmp_path):
     assert not mark.exists()
 
 
-def placed(name, value):
+def nest(name, value):
     for part in reversed(name.split(".")):
         value = {part: value}
     return value
 
 
-def tried(command, values):
-    """Build the config of a command; a refusal is fine, anything else that is raised is not."""
+def try_to_build(command, values):
+    """Build the config of a command; None if the values are refused."""
     try:
-        config = build(command.config, values)
+        return build(command.config, values)
     except ValueError:
         return None
-    return config
 
 
 @pytest.mark.parametrize(("command", "option"), OPTIONS, ids=[f"{c.name}-{o.name}" for c, o in OPTIONS])
 def test_no_option_of_any_command_runs_what_a_mapping_names(command, option, trap, tmp_path):
     for value in trap:
-        values = placed(option.name, value)
-        config = tried(command, values)
+        values = nest(option.name, value)
+        config = try_to_build(command, values)
         if config is not None and isinstance(value, dict):
             kept = config
             for part in option.name.split("."):
@@ -59,14 +61,14 @@ def test_no_option_of_any_command_runs_what_a_mapping_names(command, option, tra
         file.write_text(yaml.safe_dump(values))
         for words in (["--config", str(file)], [f"--{option.name}={json.dumps(value)}"]):
             with contextlib.suppress(ValueError, SystemExit):
-                cli.parse([*command.name.split(), *words])
+                parse_command(command, words)
 
 
 def test_sections_are_not_classes_by_name(trap):
     for section in ("data", "model", "optimiser", "schedule", "data.transforms"):
         for value in trap:
             with pytest.raises(ValueError):
-                from_mapping(placed(section, value))
+                from_mapping(nest(section, value))
 
 
 def test_a_shared_run_folder_runs_nothing(trap, tmp_path):
@@ -88,9 +90,12 @@ def test_a_recipe_runs_nothing(trap, tmp_path, monkeypatch):
     for value in trap:
         file = tmp_path / "hostile.yaml"
         file.write_text(yaml.safe_dump({"optimiser": {"options": value}}))
-        monkeypatch.setattr(recipes, "recipe_path", lambda name, file=file: str(file))
-        with contextlib.suppress(ValueError):
-            assert recipes.load_recipe("any").optimiser.options == value
+        monkeypatch.setattr(training, "recipe_path", lambda name, file=file: str(file))
+        if isinstance(value, dict):
+            assert training.load_recipe("any").optimiser.options == value  # as plain data
+        else:
+            with pytest.raises(ValueError):
+                training.load_recipe("any")
 
 
 HOSTILE = {

@@ -1,1 +1,1 @@
-"""The commands of the command line that belong to no other room."""
+"""The command line: one file per command with its options and its run."""

@@ -1,22 +1,22 @@
-"""Which data sets there are, how their folders look, and whether a folder's images are whole."""
+"""``eigengrain datasets``: list data sets with their layouts, or check the images of a folder."""
 
-import csv
 import os
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain import output
-from eigengrain.data.datasets.catalogue import ENTRIES, Entry, check_names, find_entry
-from eigengrain.data.files import printable
-from eigengrain.errors import UnknownName
-from eigengrain.text import counted
+from eigengrain.data.datasets.registry import Entry, check_names, find_entry, list_datasets, list_entries
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.options import check, setting
+from eigengrain.text import counted, few, printable
 
 if TYPE_CHECKING:
     from eigengrain.data import ImageSet
     from eigengrain.data.check import Problem
+
+    #: splits to check, folders without images, and lines about them
+    _Opened = tuple[list[ImageSet], list[Problem], list[str]]
 
 ACTIONS = ("list", "check")
 #: problems that are printed; the CSV file has them all
@@ -29,63 +29,57 @@ class Datasets:
     """What to do with data sets.
 
     Args:
-        action: list (which there are, and their layouts) or check (decode every image of a folder).
-        name: of a data set; all are listed by default. A check takes a folder here as well, of whatever layout.
-        root: the folder of a data set that is checked by name.
-        options: of the data set's reader, such as '{level: family}'; 'eigengrain datasets' names them.
-        split: which images to check.
-        workers: processes that decode, at most one for each core.
+        action: list (names and layouts) or check (decode every image of a folder).
+        name: name of a data set, all by default; for a check, the name of a data set or a folder of any layout.
+        root: folder of the data set to check.
+        options: options of the data set's reader, such as '{level: family}'; 'eigengrain datasets' lists them.
+        split: images to check.
+        workers: processes that decode images, at most one per core.
         out: CSV file for the problems that a check finds.
     """
 
-    action: str = "list"
-    name: str | None = None
+    action: str = setting("list", choices=ACTIONS)
+    name: str | None = setting(None, offers=list_datasets)
     root: str | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = setting({})
     split: Literal["all", "train", "test"] = "all"
-    workers: int = 4
+    workers: int = setting(4, least=0)
     out: str | None = None
 
     def __post_init__(self) -> None:
-        names = [entry.name for entry in ENTRIES]
-        if self.action not in ACTIONS:
-            hint = f"; for its layout: eigengrain datasets list {self.action}" if self.action in names else ""
-            raise ValueError(f"{UnknownName('datasets command', self.action, ACTIONS)}{hint}")
-        if self.action == "check":
-            if self.name is None:
-                raise ValueError(f"name the folder: eigengrain datasets check photos, or as a data set: {_EXAMPLE}")
-            if self.name in (entry.name for entry in ENTRIES if entry.drawn):
-                raise ValueError(f"{self.name} is drawn, not read: there are no files to check")
-            if self.root is None and self.name in names:
-                raise ValueError(
-                    f"name the folder of {self.name} too: eigengrain datasets check {self.name} FOLDER; or, if this is the "
-                    f"folder: eigengrain datasets check {os.path.join(os.curdir, self.name)}"
-                )
-            if self.root is None and self.options:
-                raise ValueError(f"--options are those of a data set: name it before its folder, as in {_EXAMPLE}")
-        elif self.root is not None or self.out is not None or self.options:
-            raise ValueError("a folder, --options and --out are for 'eigengrain datasets check'; the list needs none")
+        if self.action in list_datasets():
+            remedy = f"run 'eigengrain datasets list {self.action}'"
+            raise ArgumentError("action", "must be list or check", self.action, remedy)
+        check(self)
         check_names(self.options)
-        if self.workers < 0:
-            raise ValueError(f"--workers must be at least 0, got {self.workers}")
+        if self.action == "list":
+            for name in ("root", "out", "options"):
+                if getattr(self, name):
+                    raise ArgumentError(name, "is only for 'eigengrain datasets check'", getattr(self, name))
+        elif self.name is None:
+            remedy = f"run 'eigengrain datasets check photos', or with a data set '{_EXAMPLE}'"
+            raise ArgumentError("name", "is missing", remedy=remedy)
+        elif self.name in list_datasets() and find_entry(self.name).drawn:
+            raise ArgumentError("name", "has no files to check, its images are drawn", self.name)
+        elif self.root is None and self.name in list_datasets():
+            remedy = f"run 'eigengrain datasets check {self.name} FOLDER'; for a folder of that name, give ./{self.name}"
+            raise ArgumentError("root", f"is missing: the folder of {self.name}", remedy=remedy)
+        elif self.root is None and self.options:
+            raise ArgumentError("options", "are for a data set", self.options, f"give its name too, as in '{_EXAMPLE}'")
 
 
 def run(config: Datasets) -> int:
-    """``eigengrain datasets``: 0, or 1 if a check finds images that cannot be read or a folder that has none."""
+    """List or check; the exit code is 1 if a check finds images that cannot be read, or folders without images."""
     if config.action == "check":
-        return check(config)
-    entries = ENTRIES if config.name is None else (find_entry(config.name),)
-    _say("\n\n".join(map(describe, entries)))
-    output.result(entries, [entry.name for entry in entries])
+        return run_check(config)
+    entries = list_entries() if config.name is None else [find_entry(config.name)]
+    output.say("\n\n".join(map(describe, entries)))
+    output.result([entry.as_dict() for entry in entries], [entry.name for entry in entries])
     return 0
 
 
-def _say(*lines: str) -> None:
-    output.reading().print("\n".join(lines), soft_wrap=True, markup=False, highlight=False)
-
-
 def describe(entry: Entry) -> str:
-    """A data set for reading: its name, its numbers and its layout.
+    """The name, the numbers and the layout of a data set as text.
 
     Example:
         >>> print(describe(find_entry("dogs")))
@@ -94,104 +88,81 @@ def describe(entry: Entry) -> str:
           Images/CLASS/*.jpg             photographs
           train_list.mat, test_list.mat  file and class of each image, here or in lists/
     """
-    said = []
+    facts = []
     if entry.published:
         classes, train, test = entry.published
-        said.append(f"{classes:,} classes, {train:,} images for training, {test:,} for test")
+        facts.append(f"{classes:,} classes, {train:,} images for training, {test:,} for test")
     if entry.extra:
-        said.append(f"pip install 'eigengrain[{entry.extra}]'")
-    lines = [f"{entry.name}  {entry.title}"]
-    lines += [f"  {'; '.join(said)}"] if said else []
-    width = max((len(what) for what, _ in entry.layout), default=0)
-    lines += [f"  {what:{width}}  {meaning}" for what, meaning in entry.layout]
-    lines += [f"  option {name}: {meaning}" for name, meaning in entry.options.items()]
-    return "\n".join(lines)
+        facts.append(f"pip install 'eigengrain[{entry.extra}]'")
+    width = max((len(path) for path, _ in entry.layout), default=0)
+    lines = ["; ".join(facts)] if facts else []
+    lines += [f"{path:{width}}  {content}" for path, content in entry.layout]
+    lines += [f"option {name}: {meaning}" for name, meaning in entry.options.items()]
+    return "\n  ".join([f"{entry.name}  {entry.title}", *lines])
 
 
-def check(config: Datasets) -> int:
-    """``eigengrain datasets check ROOT``, or ``NAME ROOT`` with the options of the data set's reader."""
-    from eigengrain.data.check import find_problems
-    from eigengrain.files import writable
+def run_check(config: Datasets) -> int:
+    """``eigengrain datasets check FOLDER``, or ``NAME FOLDER`` with the options of the data set's reader."""
+    from eigengrain.data.check import Problem, find_problems
+    from eigengrain.files import writable, write_csv
 
     out = writable(config.out) if config.out is not None else None
-    found = _open_folder(config) if config.root is None else _open_by_name(config)
-    problems = [*found.empty, *find_problems(found.splits, config.workers)]
+    splits, empty, about = _open_folder(config) if config.root is None else _open_by_name(config)
+    problems = [*empty, *find_problems(splits, config.workers)]
+    problems.sort(key=_is_harmless)
     if out is not None:
-        _write(out, problems)
-    spoilt = not all(map(_is_harmless, problems))
-    shown = [printable(f"{p.kind}: {p.path}: {p.reason}") for p in sorted(problems, key=_is_harmless)]
-    _say(*found.said)
+        rows = [asdict(replace(p, path=printable(p.path), reason=printable(p.reason))) for p in problems]
+        write_csv(out, rows, [field.name for field in fields(Problem)])  # only the header if there are none
+    lines = [printable(f"{p.kind}: {p.path}: {p.reason}") for p in problems]
     kinds = Counter(problem.kind for problem in problems)
     counts = [f"{kinds[kind]} {kind}" for kind in ("unreadable", "truncated", "duplicate")]
-    counts += [f"{counted(kinds['empty'], 'folder')} without images to read"] if kinds["empty"] else []
-    _say(", ".join(counts), *(f"  {line}" for line in shown[:SHOWN]))
+    counts += [f"{counted(kinds['empty'], 'folder')} without readable images"] if kinds["empty"] else []
+    output.say(*about, ", ".join(counts), *(f"  {line}" for line in lines[:SHOWN]))
     if len(problems) > SHOWN:
-        _say(f"  … and {len(problems) - SHOWN} more{'' if out else '; all of them with --out FILE.csv'}")
+        output.say(f"  … and {len(problems) - SHOWN} more{'' if out else '; list all with --out FILE.csv'}")
     if out is not None:
-        _say(f"written to {out}")
-    output.result({"images": {split.split: len(split) for split in found.splits}, "problems": problems}, shown)
-    return 1 if spoilt else 0
+        output.say(f"written to {out}")
+    output.result({"images": {split.split: len(split) for split in splits}, "problems": problems}, lines)
+    return 0 if all(map(_is_harmless, problems)) else 1
 
 
 def _is_harmless(problem: "Problem") -> bool:
     return problem.kind == "duplicate"
 
 
-class _Found(NamedTuple):
-    """Splits to look at, folders without images, and lines that say what there is."""
-
-    splits: "list[ImageSet]"
-    empty: "list[Problem]"
-    said: list[str]
-
-
-def _open_by_name(config: Datasets) -> _Found:
+def _open_by_name(config: Datasets) -> "_Opened":
     from eigengrain.data import open_dataset
 
-    try:
-        entry = find_entry(str(config.name))
-    except ValueError:
-        if config.root not in [entry.name for entry in ENTRIES]:
-            raise
-        raise ValueError(
-            f"the data set is named before its folder: eigengrain datasets check {config.root} {config.name}"
-        ) from None
-    wanted = ("train", "test") if config.split == "all" else (config.split,)
-    splits = [open_dataset(entry.name, config.root, split, **config.options) for split in wanted]
-    said = []
+    if config.name not in list_datasets() and config.root in list_datasets():
+        words = f"eigengrain datasets check {config.root} {config.name}"
+        raise ArgumentError("name", "must come before the folder", config.name, f"run '{words}'")
+    entry = find_entry(str(config.name))
+    chosen = ("train", "test") if config.split == "all" else (config.split,)
+    splits = [open_dataset(entry.name, config.root, split, **config.options) for split in chosen]
+    lines = []
     for split in splits:
         published = entry.published[1 if split.split == "train" else 2] if entry.published else None
         other = f" (published: {published:,})" if published not in (None, len(split)) else ""
-        said.append(f"{split.split}: {len(split):,} images{other} of {len(split.classes):,} classes")
-    return _Found(splits, [], said)
+        lines.append(f"{split.split}: {len(split):,} images{other} of {len(split.classes):,} classes")
+    return splits, [], lines
 
 
-def _open_folder(config: Datasets) -> _Found:
+def _open_folder(config: Datasets) -> "_Opened":
     from eigengrain.data.check import Problem
-    from eigengrain.data.datasets.tree import open_tree
+    from eigengrain.data.datasets.folder import open_tree
 
     place = str(config.name)
     if not os.path.exists(os.path.expanduser(place)) and os.path.basename(place) == place:
-        # one word: a folder, or a data set whose folder was forgotten
-        raise UnknownName("folder or data set", place, [entry.name for entry in ENTRIES])
+        # one word: a folder, or a misspelt data set
+        raise UnknownName("folder or data set", place, list_datasets())
     tree = open_tree(place)
     splits = [split for split in tree.splits if config.split in ("all", split.split)]
     if not splits:
-        there = ", ".join(split.split for split in tree.splits)
-        raise ValueError(f"{place} has no folder for --split {config.split}: leave it out (there is {there})")
-    said = [f"{split.split}: {counted(len(split), 'image')} in {counted(len(split.classes), 'folder')}" for split in splits]
+        existing = ", ".join(split.split for split in tree.splits)
+        raise ArgumentError("split", f"must be one of {place}: {existing}", config.split)
+    lines = [f"{each.split}: {counted(len(each), 'image')} in {counted(len(each.classes), 'folder')}" for each in splits]
     if tree.others:
-        most = ", ".join(list(tree.others)[:5]) + (", …" if len(tree.others) > 5 else "")
-        said.append(f"left out, as not named as images: {sum(tree.others.values()):,} ({most})")
+        total = sum(tree.others.values())
+        lines.append(f"skipped files that do not have the name of an image: {total:,} ({few(list(tree.others), 5)})")
     empty = [Problem("", None, folder, "empty", reason) for folder, reason in tree.empty]
-    return _Found(splits, empty, said)
-
-
-def _write(path: Path, problems: Sequence["Problem"]) -> None:
-    """One row a problem; a header alone says that there are none."""
-    from eigengrain.data.check import Problem
-
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(Problem)])
-        writer.writeheader()
-        writer.writerows(asdict(replace(p, path=printable(p.path), reason=printable(p.reason))) for p in problems)
+    return splits, empty, lines

@@ -1,7 +1,7 @@
-"""``eigengrain demo``: trains a few heads on drawn birds, compares them, and writes one page about it.
+"""``eigengrain demo``: train a few heads on drawn birds, compare them, and write one page about it.
 
-Every run goes through the loop of ``eigengrain train`` with the recipe ``plumage-demo``. The difficulty of the birds was
-settled with the head ``gap`` alone, so that no other head is favoured; see ``benchmarks/plumage-difficulty.csv``.
+Every run uses the loop of ``eigengrain train`` with the recipe ``plumage-demo``. The difficulty of the birds was chosen
+with the head ``gap`` alone, so that no other head is favoured; see ``benchmarks/plumage-difficulty.csv``.
 """
 
 import io
@@ -10,102 +10,129 @@ import shutil
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import cycle
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import torch
-from studies.config import HEADS, Demo
-from studies.report import on_terminal
-from studies.spectra import Seen, look
-
-from eigengrain import output
-from eigengrain.data import build_transform, make_loader
-from eigengrain.environment import describe, pick_device
-from eigengrain.errors import UnknownName
-from eigengrain.files import writable, write_csv
-from eigengrain.heads import list_heads
-from eigengrain.models import from_pretrained
-from eigengrain.pages import Cell, Commands, Figure, Gallery, Heading, Part, TableData, Tile, page
-from eigengrain.recipes import load_recipe
+from eigengrain import names, output
+from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.options import as_words, check, setting
 from eigengrain.text import counted
-from eigengrain.training.config import Train, differences, to_mapping
-from eigengrain.training.loop import train
-from eigengrain.training.setup import ARGUMENTS
-from eigengrain.training.signals import Interrupted
-from eigengrain.training.sources import Sources, open_sources
-from eigengrain.training.telemetry import read_summary, spectrum_row
-from eigengrain.yaml_files import read_mapping
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from torch import Tensor
+
+    from eigengrain.models import CovarianceNet
+    from eigengrain.pages import TableData
+    from eigengrain.training.config import Train
+    from eigengrain.training.setup import Sources
+
+HEADS = ("gap", "isqrt", "mpncov", "mpncov+seb")
 RECIPE = "plumage-demo"
 RESULTS = "results.json"
-#: test images that the page shows: the first ones, so one of each class
+#: test images on the page: the first ones, so one of each class
 EXAMPLES = 10
+#: the colours of Okabe and Ito, which remain distinct with any colour vision, each with a marker for print
+_STYLES = (
+    *(("#000000", "o"), ("#E69F00", "^"), ("#0072B2", "s"), ("#D55E00", "D")),
+    *(("#009E73", "v"), ("#CC79A7", "P"), ("#56B4E9", "X")),
+)
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Finished:
-    """A run that has ended, and what its model sees in the test images.
+class Demo:
+    """Which heads are trained on drawn birds, and for how long.
 
     Args:
-        config: of the run.
-        epochs: rows of its summary.csv, with numbers where there are any.
-        seen: spectra and answers.
+        heads: heads to train, such as [gap,mpncov]; 'eigengrain heads' lists them.
+        seeds: seeds; each head is trained once with each of them, such as [0,1,2].
+        epochs: passes over the training images; those of the recipe plumage-demo by default.
+        per_class: images per class, for a quick try; by default 200 for training and 100 for testing.
+        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
+        out: folder for report.html, demo.csv and one folder per run with its model.
+        fresh: delete the runs in the folder and start again, instead of continuing them.
     """
 
-    config: Train
-    epochs: list[dict[str, float]]
-    seen: Seen
+    heads: list[str] = setting(list(HEADS), offers=names.HEADS)
+    seeds: list[int] = setting([0], least=0)
+    epochs: int | None = setting(None, least=1)
+    per_class: int | None = setting(None, least=1)
+    device: str = setting("auto", offers=names.DEVICES)
+    out: str = "runs/demo"
+    fresh: bool = False
 
-    @property
-    def head(self) -> str:
-        return self.config.model.head
-
-    def curve(self, column: str) -> tuple[list[int], list[float]]:
-        """Epochs and values of a column of summary.csv."""
-        rows = [row for row in self.epochs if column in row]
-        return [int(row["epoch"]) for row in rows], [row[column] for row in rows]
-
-    def row(self, images: int) -> Row:
-        """The run in a line of ``demo.csv``; ``images`` is how many are trained on in an epoch."""
-        last = self.epochs[-1]
-        speeds = [row["images_per_second"] for row in self.epochs]
-        spectrum = spectrum_row(self.seen.eigenvalues, self.seen.factor)
-        return {
-            "head": self.head,
-            "seed": self.config.seed,
-            "epochs": self.config.epochs,
-            "test_top1": last["test_top1"],
-            "test_loss": last["test_loss"],
-            "train_loss": last["train_loss"],
-            "train_seconds": round(sum(images / speed for speed in speeds), 1),
-            "images_per_second": round(statistics.median(speeds), 1),
-            "lambda_1": spectrum["lambda_1"],
-            "log10_condition": spectrum["log10_condition"],
-            "energy_last": spectrum["energy_last"],
-            "q_norm": spectrum["q_norm"],
-            "s": spectrum.get("s", ""),
-        }
+    def __post_init__(self) -> None:
+        check(self)
+        for name in ("heads", "seeds"):
+            values = getattr(self, name)
+            if not values or len(set(values)) != len(values):
+                raise ArgumentError(name, "must be a list of at least one value without repetitions", values)
 
 
-def plan(demo: Demo) -> list[Train]:
-    """The runs, head by head.
+def run(demo: Demo) -> int:
+    """Train the runs that are not finished, then compare; 130 or 143 after Ctrl-C or SIGTERM, with everything saved."""
+    from eigengrain.environment import describe, pick_device
+    from eigengrain.errors import Interrupted
+    from eigengrain.files import writable, write_csv
+    from eigengrain.training import loop
+    from eigengrain.training.setup import open_sources
 
-    Raises:
-        ValueError: for an unknown head.
-    """
+    start = time.perf_counter()
+    folder = Path(demo.out)
+    html, table = writable(folder / "report.html"), writable(folder / "demo.csv")
+    runs = plan(demo)
+    prepare(runs, demo.fresh)
+    sources = open_sources(runs[0].data, runs[0].seed)
+    try:
+        for number, config in enumerate(runs, start=1):
+            name = f"{config.model.head}, seed {config.seed}   ({number} of {len(runs)})"
+            if (Path(config.out) / RESULTS).is_file() and (Path(config.out) / "model").is_dir():
+                output.note(f"{name}   already trained")
+                continue
+            output.note(name)
+            loop.train(config, sources)
+    except Interrupted as stop:
+        print(f"eigengrain: {stop}; run the same command to continue", file=sys.stderr)
+        return stop.exit_code
+
+    finished = [open_finished(config, sources) for config in runs]
+    images = len(sources.train) // runs[0].batch_size * runs[0].batch_size or len(sources.train)
+    rows = [each.row(images) for each in finished]
+    environment = describe(pick_device(demo.device))
+    write_csv(table, [row | environment for row in rows])
+    pictures: Sequence[Path] = ()
+    if find_spec("matplotlib"):
+        pictures = draw_curves(finished, folder / "curves.png"), draw_spectra(finished, folder / "spectra.png")
+    else:
+        output.say("no pictures without matplotlib: pip install 'eigengrain[explain]'")
+    means = comparison(rows)
+    page = render_page(demo, finished, sources, comparison=means, pictures=pictures, environment=environment)
+    html.write_text(page, encoding="utf-8")
+    output.console().print(output.table(means.caption, means.heads, [[cell.text for cell in row] for row in means.rows]))
+    output.say(f"{time.perf_counter() - start:.0f} s in all", f"report: {html}")
+    output.say(*(f"{'    or:' if number else '  next:'} {command}" for number, command in enumerate(next_commands(demo))))
+    output.result({"rows": rows, "environment": environment, "files": [table, *pictures, html]}, [html])
+    return 0
+
+
+def plan(demo: Demo) -> "list[Train]":
+    """The configs of the runs, head by head."""
+    from eigengrain.heads import list_heads
+    from eigengrain.recipes import load_recipe
+
     for head in demo.heads:
         if head not in list_heads():
             raise UnknownName("head", head, list_heads())
-    common: dict[str, Any] = {"device": demo.device, "resume": True}
-    if demo.epochs is not None:
-        common["epochs"] = demo.epochs
-    if demo.per_class is not None:
-        common["data.options"] = {"per_class": demo.per_class}
+    common: Row = {"device": demo.device, "resume": True}
+    common |= {} if demo.epochs is None else {"epochs": demo.epochs}
+    common |= {} if demo.per_class is None else {"data.options": {"per_class": demo.per_class}}
     return [
         load_recipe(RECIPE, {**common, "model.head": head, "seed": seed, "out": str(_folder(demo, head, seed))})
         for head in demo.heads
@@ -117,218 +144,230 @@ def _folder(demo: Demo, head: str, seed: int) -> Path:
     return Path(demo.out) / (f"{head}-seed{seed}" if seed else head)
 
 
-def prepare(runs: Sequence[Train], fresh: bool) -> None:
-    """Delete what is there, if that is wanted, or make sure that the runs can go on from it.
+def prepare(runs: "Sequence[Train]", fresh: bool) -> None:
+    """Delete the folders of the runs if ``fresh``, else raise a FileError if one was started with other options."""
+    from eigengrain.training.config import differences, to_mapping
+    from eigengrain.training.run_folder import ARGUMENTS
+    from eigengrain.yaml_files import read_mapping
 
-    Raises:
-        ValueError: if a run in the folder was started with other options.
-    """
     for run in runs:
         arguments = Path(run.out) / ARGUMENTS
-        if not arguments.is_file():
-            continue
-        if fresh:
+        if fresh and arguments.is_file():
             shutil.rmtree(run.out)
-            continue
-        changed = differences(read_mapping(arguments), to_mapping(run))
-        if changed:
-            raise ValueError(
-                f"{run.out} holds a run with other options ({', '.join(changed[:3])}): add --fresh to delete it and start "
-                "anew, or choose another folder with --out"
-            )
+        elif arguments.is_file() and (changed := differences(read_mapping(arguments), to_mapping(run))):
+            problem = f"it was started with other options ({', '.join(changed[:3])})"
+            raise FileError(run.out, f"{problem}: use --fresh to delete it, or another folder with --out", "continue")
 
 
-def is_finished(run: Train) -> bool:
-    return (Path(run.out) / RESULTS).is_file() and (Path(run.out) / "model").is_dir()
+class Measured(NamedTuple):
+    """Eigenvalues (n, d) of the covariances of n images, descending; factors s (n,) of the SEB; predicted classes (n,)."""
+
+    eigenvalues: "Tensor"
+    factor: "Tensor | None"
+    predictions: "Tensor"
 
 
-def open_finished(run: Train, sources: Sources) -> Finished:
-    """The model and the record of a run, and a pass of the test images through the model."""
-    model = from_pretrained(Path(run.out) / "model").to(pick_device(run.device))
-    test = sources.test
-    test.transform = build_transform(run.data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
-    seen = look(model, make_loader(test, 100, train=False))
-    return Finished(run, read_summary(Path(run.out) / "summary.csv"), seen)
+def measure(model: "CovarianceNet", batches: "Iterable[tuple[Tensor, Tensor]]") -> Measured:
+    """Pass batches of (images, labels) through a model in eval mode. A head without a covariance is given one here."""
+    import torch
+
+    from eigengrain.functional import covariance, eigh
+    from eigengrain.functional.scaling_eigen_branch import qs_and_slope
+    from eigengrain.heads import CovarianceHead
+    from eigengrain.models.model import eval_mode
+
+    device = next(model.parameters()).device
+    spectra, predictions = [], []
+    with eval_mode(model), torch.inference_mode():
+        for images, _ in batches:
+            features = model.forward_features(images.to(device))
+            spectra.append(eigh(covariance(model.head.reduce(features), dtype=torch.float64)).values.cpu())
+            predictions.append(model.forward_head(features).argmax(1).cpu())
+    values, head = torch.cat(spectra), model.head
+    scaled = isinstance(head, CovarianceHead) and head.seb and head.factor == "qs"
+    return Measured(values, qs_and_slope(values)[0] if scaled else None, torch.cat(predictions))
 
 
-def comparison(rows: Sequence[Row]) -> TableData:
-    """A line a head, in the order in which they were trained: means over the seeds, with the range of the accuracy."""
-    heads = ["head", "test top-1, %", "seconds", "images/s", "log₁₀ κ", "last fifth", "s"]
+@dataclass(frozen=True)
+class Finished:
+    """A finished run: its options, the rows of its summary.csv, and what its model computes for the test images."""
+
+    config: "Train"
+    epochs: list[dict[str, float]]
+    measured: Measured
+
+    @property
+    def head(self) -> str:
+        return self.config.model.head
+
+    def curve(self, column: str) -> tuple[list[int], list[float]]:
+        """Epochs and values of a column of summary.csv."""
+        rows = [row for row in self.epochs if column in row]
+        return [int(row["epoch"]) for row in rows], [row[column] for row in rows]
+
+    def row(self, images: int) -> Row:
+        """The row of ``demo.csv``; ``images`` is the number of training images per epoch."""
+        from eigengrain.training.telemetry import spectrum_row
+
+        last = self.epochs[-1]
+        speeds = [row["images_per_second"] for row in self.epochs]
+        spectrum = spectrum_row(self.measured.eigenvalues, self.measured.factor)
+        return {
+            "head": self.head,
+            "seed": self.config.seed,
+            "epochs": self.config.epochs,
+            **{column: last[column] for column in ("test_top1", "test_loss", "train_loss")},
+            "train_seconds": round(sum(images / speed for speed in speeds), 1),
+            "images_per_second": round(statistics.median(speeds), 1),
+            **{column: spectrum[column] for column in ("lambda_1", "log10_condition", "energy_last", "q_norm")},
+            "s": spectrum.get("s", ""),
+        }
+
+
+def open_finished(run: "Train", sources: "Sources") -> Finished:
+    """Open a finished run and pass the test images through its model."""
+    from eigengrain.data import make_loader
+    from eigengrain.environment import pick_device
+    from eigengrain.training.run_folder import open_run
+    from eigengrain.training.telemetry import read_summary
+
+    trained = open_run(run.out)
+    sources.test.transform = trained.transform
+    measured = measure(trained.model.to(pick_device(run.device)), make_loader(sources.test, 100, train=False))
+    return Finished(run, read_summary(Path(run.out) / "summary.csv"), measured)
+
+
+def comparison(rows: Sequence[Row]) -> "TableData":
+    """One row per head, in the order of training: means over the seeds, with the range of the accuracy."""
+    from eigengrain.pages import Cell, TableData
+
+    columns = {
+        "train_seconds": ".0f",
+        "images_per_second": ".0f",
+        "log10_condition": ".2f",
+        "energy_last": ".1e",
+        "s": ".3f",
+    }
     lines = []
     for head in dict.fromkeys(row["head"] for row in rows):
-        mine = [row for row in rows if row["head"] == head]
-
-        def mean(column: str, form: str, mine: list[Row] = mine) -> str:
-            values = [row[column] for row in mine if row[column] != ""]
-            return format(statistics.mean(values), form) if values else "–"
-
-        scores = [row["test_top1"] for row in mine]
+        own = [row for row in rows if row["head"] == head]
+        scores = [row["test_top1"] for row in own]
         spread = f" ({min(scores):.1f} to {max(scores):.1f})" if len(scores) > 1 else ""
-        cells = (
-            *(head, mean("test_top1", ".1f") + spread, mean("train_seconds", ".0f"), mean("images_per_second", ".0f")),
-            *(mean("log10_condition", ".2f"), mean("energy_last", ".1e"), mean("s", ".3f")),
-        )
+        cells = [head, f"{statistics.mean(scores):.1f}{spread}"]
+        for column, form in columns.items():
+            values = [row[column] for row in own if row[column] != ""]
+            cells.append(format(statistics.mean(values), form) if values else "–")
         lines.append([Cell(text) for text in cells])
     seeds = sorted({row["seed"] for row in rows})
     many = f"mean of {len(seeds)} seeds (lowest to highest)" if len(seeds) > 1 else f"one seed ({seeds[0]})"
-    epochs = rows[0]["epochs"]
-    return TableData(f"{counted(epochs, 'epoch')}, {many}", heads, lines)
+    heads = ["head", "test top-1, %", "seconds", "images/s", "log₁₀ κ", "last fifth", "s"]
+    return TableData(f"{counted(rows[0]['epochs'], 'epoch')}, {many}", heads, lines)
 
 
-def _by_head(runs: Sequence[Finished], what: Callable[[Finished], Any]) -> dict[str, list[Any]]:
-    found: dict[str, list[Any]] = {}
-    for run in runs:
-        found.setdefault(run.head, []).append(what(run))
-    return found
+@contextmanager
+def _two_charts(path: Path) -> "Iterator[tuple[Axes, Axes]]":
+    """A figure with two charts at the width of a page, and the legend of the first below them."""
+    from matplotlib.figure import Figure
+
+    from eigengrain.plotting import style
+
+    with style():
+        figure = Figure(figsize=(7.4, 3.0), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        yield left, right
+        handles, labels = left.get_legend_handles_labels()
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.savefig(path, dpi=200)
 
 
-def _curves(runs: Sequence[Finished], column: str) -> dict[str, list[tuple[list[int], list[float]]]]:
-    return _by_head(runs, lambda run: run.curve(column))
+def draw_curves(runs: Sequence[Finished], path: Path) -> Path:
+    """Draw test accuracy and losses against the epoch, one line per run; the runs of a head look alike."""
+    from matplotlib.ticker import LogFormatter, MaxNLocator
+
+    with _two_charts(path) as (left, right):
+        for (head, own), (colour, marker) in zip(_by_head(runs).items(), cycle(_STYLES), strict=False):
+            look: Row = {"color": colour, "markersize": 3.5, "linewidth": 1.2}
+            for turn, run in enumerate(own):
+                left.plot(*run.curve("test_top1"), marker=marker, label=None if turn else head, **look)
+                right.plot(*run.curve("test_loss"), marker=marker, **look)
+                right.plot(*run.curve("train_loss"), ":", marker=".", **look)
+        left.set_ylim(0, 103)
+        right.set_yscale("log")  # from chance to almost 0; the first epoch may be far above chance
+        right.yaxis.set_major_formatter("{x:g}")
+        right.yaxis.set_minor_formatter(LogFormatter())  # labels only an axis that spans few powers of ten
+        left.set_title("test accuracy, %")
+        right.set_title("loss: test images (lines), training images (dotted)")
+        for axes in (left, right):
+            axes.set_xlabel("epoch")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    return path
 
 
-def pictures(runs: Sequence[Finished], folder: Path) -> tuple[Path, Path]:
-    """Curves and spectra as PNG files."""
-    from eigengrain.cli.demo_plot import draw_curves, draw_spectra
+def draw_spectra(runs: Sequence[Finished], path: Path) -> Path:
+    """Draw, for each head, the mean spectrum λ_i/λ_1 of the test images and a box of their condition numbers."""
+    import torch
 
-    curves, spectra = folder / "curves.png", folder / "spectra.png"
-    accuracy, loss, training_loss = (_curves(runs, column) for column in ("test_top1", "test_loss", "train_loss"))
-    draw_curves(accuracy, loss, training_loss, curves)
-    values = {head: torch.cat(parts) for head, parts in _by_head(runs, lambda run: run.seen.eigenvalues).items()}
-    floor = torch.finfo(torch.float64).eps
-    shares = {head: (v / v[:, :1]).clamp_min(v.shape[1] * floor).numpy() for head, v in values.items()}
-    conditions = {head: -torch.from_numpy(share[:, -1]).log10().numpy() for head, share in shares.items()}
-    draw_spectra(shares, conditions, spectra)
-    return curves, spectra
+    shares = {}  # log10 of λ_i/λ_1, by head
+    for head, own in _by_head(runs).items():
+        values = torch.cat([run.measured.eigenvalues for run in own])
+        floor = values.shape[1] * torch.finfo(torch.float64).eps
+        shares[head] = (values / values[:, :1]).clamp_min(floor).log10().numpy()
+    with _two_charts(path) as (left, right):
+        for (head, share), (colour, marker) in zip(shares.items(), cycle(_STYLES), strict=False):
+            look: Row = {"color": colour, "marker": marker, "markersize": 3, "markevery": 8, "linewidth": 1.2}
+            left.plot(range(1, share.shape[1] + 1), 10 ** share.mean(0), label=head, **look)
+        left.set_yscale("log")
+        left.set_xlabel("number i of the eigenvalue")
+        left.set_title("eigenvalues λᵢ/λ₁, geometric mean of the test images")
+        look = {"widths": 0.5, "patch_artist": True, "medianprops": {"color": "#ffffff", "linewidth": 1.4}}
+        conditions = [-share[:, -1] for share in shares.values()]
+        boxes = right.boxplot(conditions, tick_labels=list(shares), whis=(5, 95), showfliers=False, **look)
+        for box, (colour, _) in zip(boxes["boxes"], cycle(_STYLES), strict=False):
+            box.set(facecolor=colour, edgecolor="#222222")
+        right.set_title("log₁₀ of the condition number, whiskers 5 % to 95 %")
+    return path
 
 
-def examples(runs: Sequence[Finished], sources: Sources) -> Gallery:
-    """The first test images, what they show, and what each head says."""
-    test, first = sources.test, runs[0].config.seed
+def _by_head(runs: Sequence[Finished]) -> dict[str, list[Finished]]:
+    return {head: [run for run in runs if run.head == head] for head in dict.fromkeys(run.head for run in runs)}
+
+
+def render_page(demo: Demo, runs: Sequence[Finished], sources: "Sources", **values: Any) -> str:
+    """The page as HTML; ``values`` are variables of its template."""
+    from eigengrain.pages import render
+    from eigengrain.training.run_folder import ARGUMENTS
+
+    arguments = shlex.quote(f"{runs[0].config.out}/{ARGUMENTS}")
+    commands = [f"eigengrain train --config {arguments} --out runs/again   # repeat one run"]
+    if len(demo.seeds) == 1:
+        words = shlex.join(["eigengrain", "demo", *as_words(demo, skip=["seeds", "fresh"]), "--seeds", "[0,1,2]"])
+        commands.append(f"{words}   # train every head three times")
+    commands += next_commands(demo)
+    sizes = {"train_images": len(sources.train), "test_images": len(sources.test), "species": len(sources.train.classes)}
+    values |= {"seeds": demo.seeds, "tiles": _tiles(runs, sources), "commands": commands}
+    return render("demo.html", title="Covariance heads on drawn birds", **sizes, **values)
+
+
+def _tiles(runs: Sequence[Finished], sources: "Sources") -> list[Any]:
+    """The first test images with their class and the predictions of each head."""
+    from eigengrain.pages import Cell
+
+    test, seed = sources.test, runs[0].config.seed
     tiles = []
-    for index in range(min(EXAMPLES, len(test))):
-        stream = io.BytesIO()
-        test.image(index).save(stream, "PNG")
-        label = test.labels[index]
-        lines = []
-        for run in runs:
-            said = int(run.seen.predictions[index])
-            if run.config.seed == first:
-                right = said == label
-                lines.append(Cell(f"{run.head}: {'right' if right else test.classes[said]}", bad=not right))
-        tiles.append(Tile(stream.getvalue(), test.classes[label], lines))
-    return Gallery(tiles)
-
-
-def _words(demo: Demo) -> str:
-    """The command of this demo, but for its seeds."""
-    words = ["eigengrain demo"]
-    if tuple(demo.heads) != HEADS:
-        words.append("--heads " + shlex.quote(f"[{','.join(demo.heads)}]"))
-    for name in ("epochs", "per_class"):
-        if getattr(demo, name) is not None:
-            words.append(f"--{name} {getattr(demo, name)}")
-    if demo.out != Demo.out:
-        words.append(f"--out {shlex.quote(demo.out)}")
-    return " ".join(words)
+    for index, label in enumerate(test.labels[:EXAMPLES]):
+        test.image(index).save(stream := io.BytesIO(), "PNG")
+        answers = {run.head: int(run.measured.predictions[index]) for run in runs if run.config.seed == seed}
+        texts = {head: "right" if answer == label else test.classes[answer] for head, answer in answers.items()}
+        lines = [Cell(f"{head}: {text}", bad=answers[head] != label) for head, text in texts.items()]
+        tiles.append({"png": stream.getvalue(), "title": test.classes[label], "lines": lines})
+    return tiles
 
 
 def next_commands(demo: Demo) -> list[str]:
-    """What to try next; each line can be run as it is, the last but for the name of a folder."""
+    """Commands to try next; they can be run as they are, except that FOLDER is to be replaced."""
     example = next((head for head in ("mpncov", "mpncov+seb") if head in demo.heads), None)
-    lines = []
-    if example is not None:
-        place = shlex.quote(str(_folder(demo, example, demo.seeds[0])))
-        lines.append(f"eigengrain evaluate --checkpoint {place} --subset all --subset top:32 --subset last:32 --workers 0")
-    lines.append(f"eigengrain train --recipe {RECIPE} --data.name folder --data.root FOLDER --out runs/mine")
-    return lines
-
-
-def describe_page(
-    demo: Demo, rows: Sequence[Row], runs: Sequence[Finished], sources: Sources, drawn: Sequence[Path]
-) -> list[Part]:
-    """Everything on the page, from top to bottom."""
-    config, train_set, test_set = runs[0].config, sources.train, sources.test
-    one_seed = len(demo.seeds) == 1
-    seeds = (
-        "This is one seed, and another moves accuracies by points: a small difference between heads is no result. The "
-        "command for three seeds is below."
-        if one_seed
-        else f"Each head was trained with {len(demo.seeds)} seeds."
-    )
-    parts: list[Part] = [
-        f"A small network was trained from random weights on {len(train_set)} drawn birds of {len(train_set.classes)} "
-        f"species that differ in small parts only, once with each of several heads between backbone and classifier, and "
-        f"tested on {len(test_set)} others. All else is the same for all heads, and how hard the birds are was settled "
-        f"by the accuracy of average pooling (gap) alone. {seeds}",
-        Heading("Accuracy"),
-        comparison(rows),
-        "Seconds and images/s are those of training, without tests. κ, the share of the last fifth of the eigenvalues in "
-        "their sum, and the factor s of the Scaling Eigen Branch are medians over the test images.",
-    ]
-    if drawn:
-        curves, spectra = drawn
-        parts += [
-            Heading("Learning"),
-            Figure(curves, "Test accuracy, and test and training loss, after each epoch, a line a run"),
-            Heading("Spectra"),
-            "Eigenvalues λ₁ ≥ λ₂ ≥ … of the covariance of each test image's features, after training; the condition number "
-            "κ is the largest over the smallest. Average pooling never sees this covariance: its spectrum is what a "
-            "network makes when nothing asks for it.",
-            Figure(spectra, "By head, the mean spectrum of the test images and the spread of their condition numbers"),
-        ]
-    return [
-        *parts,
-        Heading("The first test images"),
-        f"The species in bold, and what each head says{'' if one_seed else f' (seed {demo.seeds[0]})'}.",
-        examples(runs, sources),
-        Heading("Commands"),
-        Commands(
-            [
-                f"eigengrain train --config {shlex.quote(f'{config.out}/{ARGUMENTS}')} --out runs/again   # one run again",
-                *([f"{_words(demo)} --seeds '[0,1,2]'   # every head three times"] if one_seed else []),
-                *next_commands(demo),
-            ]
-        ),
-    ]
-
-
-def run(demo: Demo) -> int:
-    """Train what is not trained yet, then compare; 0, or 130 and 143 after Ctrl-C and SIGTERM, with everything saved."""
-    began = time.perf_counter()
-    folder, console, progress = Path(demo.out), output.reading(), output.progress()
-    html, table = writable(folder / "report.html"), writable(folder / "demo.csv")
-    runs = plan(demo)
-    prepare(runs, demo.fresh)
-    sources = open_sources(runs[0].data, runs[0].seed)
-    try:
-        for number, config in enumerate(runs, start=1):
-            name = f"{config.model.head}, seed {config.seed}   ({number} of {len(runs)})"
-            if is_finished(config):
-                progress.print(f"{name}   trained before", highlight=False, markup=False)
-                continue
-            progress.print(name, style="bold", highlight=False, markup=False)
-            train(config, sources)
-    except Interrupted as stop:
-        said = str(stop).removesuffix("; go on with --resume")
-        print(f"eigengrain: {said}; the same command goes on from there", file=sys.stderr)
-        return stop.exit_code
-
-    finished = [open_finished(config, sources) for config in runs]
-    images = len(sources.train) // runs[0].batch_size * runs[0].batch_size or len(sources.train)
-    rows = [each.row(images) for each in finished]
-    environment = describe(pick_device(demo.device))
-    write_csv(table, [row | environment for row in rows])
-    drawn: Sequence[Path] = ()
-    if find_spec("matplotlib"):
-        drawn = pictures(finished, folder)
-    else:
-        console.print("no pictures without matplotlib: pip install 'eigengrain[explain]'", markup=False)
-    text = page("Covariance heads on drawn birds", describe_page(demo, rows, finished, sources, drawn), environment)
-    html.write_text(text, encoding="utf-8")
-    console.print("", on_terminal(comparison(rows)), "")
-    console.print(f"{time.perf_counter() - began:.0f} s in all", highlight=False)
-    console.print(f"report: {html}", soft_wrap=True, highlight=False, markup=False)
-    for number, command in enumerate(next_commands(demo)):
-        console.print(f"{'    or:' if number else '  next:'} {command}", soft_wrap=True, highlight=False, markup=False)
-    output.result({"rows": rows, "environment": environment, "files": [table, *drawn, html]}, [html])
-    return 0
+    train = f"eigengrain train --recipe {RECIPE} --data.name folder --data.root FOLDER --out runs/mine"
+    if example is None:
+        return [train]
+    folder = shlex.quote(str(_folder(demo, example, demo.seeds[0])))
+    return [f"eigengrain evaluate --checkpoint {folder} --subset all --subset top:32 --subset last:32 --workers 0", train]

@@ -1,36 +1,71 @@
-"""What is installed and what the package makes of it."""
+"""``eigengrain doctor``: what is installed, and what keeps the package from working."""
 
 import os
-import platform
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-import torch
-from benchmarks.config import Doctor
-from rich.markup import escape
-from rich.table import Table
+from eigengrain import output
+from eigengrain.errors import FileError
 
-from eigengrain import __version__, output
-from eigengrain.cli.doctor_caches import caches, is_writable
-from eigengrain.cli.doctor_data import DataFolder, look
-from eigengrain.data.plumage import cache_folder
-from eigengrain.environment import cpu_name, device_name
-from eigengrain.functional import autotune
-from eigengrain.functional._cuda import cusolver
-from eigengrain.functional.eigen import _choose
-from eigengrain.text import counted
+if TYPE_CHECKING:
+    from eigengrain.data.datasets.registry import Entry
 
-#: extras that developers of the package need, and its users do not
-_DEVELOPMENT = ("dev", "docs")
 #: packages without which nothing works
 REQUIRED = ("torch", "timm", "torchvision")
-#: the variable that names the folder with the data sets
-DATA = "EIGENGRAIN_DATA"
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Where to look for data sets.
+
+    Args:
+        data: folder with the data sets, each in its own folder, or folder of one data set; by default that of the
+            environment variable EIGENGRAIN_DATA.
+    """
+
+    data: str | None = None
+
+
+def run(config: Doctor) -> int:
+    """Print a report; the exit code is 1 if something keeps the package from working."""
+    from torch.utils.collect_env import get_env_info
+
+    from eigengrain.data.plumage import cache_folder
+
+    place = config.data or os.environ.get("EIGENGRAIN_DATA")
+    sets, problems = find_data(place) if place else [], find_problems(cache_folder())
+    tables: dict[str, list[dict[str, Any]]] = {
+        "packages": [{"name": name, "version": installed(name)} for name in ("eigengrain", *REQUIRED)],
+        "missing_extras": missing_extras(),
+        "devices": devices(),
+        "caches": caches(cache_folder()),
+    }
+    for title, rows in {**tables, f"data sets in {place}": sets}.items():
+        if rows:
+            cells = [[", ".join(v) if isinstance(v, list) else v or "" for v in row.values()] for row in rows]
+            output.console().print(output.table(title.replace("_", " "), rows[0], cells, left=len(rows[0])))
+    output.say(*([] if place else ["give the folder of your data sets with --data or EIGENGRAIN_DATA to look for them"]))
+    output.say(*([f"problem: {problem}" for problem in problems] or ["no problems"]))
+    environment = {name: value for name, value in get_env_info()._asdict().items() if name != "pip_packages"}
+    more = {"data": {"folder": place, "sets": sets}, "cache_folder": cache_folder(), "environment": environment}
+    output.result({**tables, **more, "problems": problems}, problems)
+    return 1 if problems else 0
+
+
+def find_problems(cache: Path) -> list[str]:
+    """What keeps the package from working: missing or broken packages, and a cache that cannot be written."""
+    problems = [f"{name} is missing: pip install {name}" for name in REQUIRED if installed(name) is None]
+    if error := import_error("eigengrain._torchvision"):
+        problems.append(f"importing torchvision fails: {error}")
+    parent = next(each for each in (cache, *cache.parents) if os.path.exists(each))
+    if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
+        problems.append(f"cannot write to the cache folder {cache}: set EIGENGRAIN_CACHE to another one")
+    return problems
 
 
 def installed(package: str) -> str | None:
@@ -41,194 +76,89 @@ def installed(package: str) -> str | None:
         return None
 
 
-def extras(requirements: list[str]) -> dict[str, list[str]]:
-    """Optional packages by extra, from the requirements in the package's metadata.
-
-    Example:
-        >>> extras(["rich>=13", "captum>=0.7; extra == 'explain'", "ruff; extra == 'dev'"])
-        {'explain': ['captum']}
-    """
-    found: dict[str, list[str]] = {}
-    for requirement in requirements:
+def missing_extras() -> list[dict[str, Any]]:
+    """Extras of this package that lack packages."""
+    missing: dict[str, list[str]] = {}
+    for requirement in requires("eigengrain") or []:
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
-        if match and match[2] not in _DEVELOPMENT:
-            found.setdefault(match[2], []).append(match[1])
-    return found
+        if match and match[2] not in ("dev", "docs") and installed(match[1]) is None:
+            missing.setdefault(match[2], []).append(match[1])
+    return [{"name": e, "missing": p, "install": f"pip install 'eigengrain[{e}]'"} for e, p in missing.items()]
 
 
-def import_trouble(module: str) -> str:
-    """Empty if the module can be imported, else the last line of its error; tried in a process of its own.
-
-    Example:
-        >>> import_trouble("no_such_module")
-        "ModuleNotFoundError: No module named 'no_such_module'"
-    """
+def import_error(module: str) -> str:
+    """The last line of the error when a module is imported in another process; empty if there is none."""
     done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 
-def package_rows() -> list[tuple[str, str]]:
-    """(package, version or remedy), required ones first."""
-    rows = [("eigengrain", __version__), ("python", platform.python_version())]
-    for package in REQUIRED:
-        rows.append((package, installed(package) or f"missing: pip install {package}"))
-    # a version does not say that the binary fits this torch; tried as the package itself imports it
-    trouble = installed("torchvision") and import_trouble("eigengrain._torchvision")
-    if trouble:
-        rows.append(("", f"import torchvision fails: {trouble}"))
-    try:
-        optional = extras(requires("eigengrain") or [])
-    except PackageNotFoundError:
-        return [*rows, ("extras", "unknown: eigengrain is not installed as a package, pip install -e .")]
-    for extra, packages in optional.items():
-        for package in packages:
-            if package not in dict(rows):  # several extras may share one
-                rows.append((package, installed(package) or f"missing: pip install 'eigengrain[{extra}]'"))
-    return rows
+def devices() -> list[dict[str, str]]:
+    """The devices, and the eigensolver that each uses by default."""
+    import torch
 
+    from eigengrain.environment import cpu_name
+    from eigengrain.functional._cuda import cusolver
 
-def backend_on(device: torch.device) -> str:
-    """The eigensolver that ``backend="auto"`` gives a batch on this device.
-
-    Example:
-        >>> backend_on(torch.device("cpu"))
-        'torch'
-    """
-    if device.type == "mps":
-        return f"{backend_on(torch.device('cpu'))}, on the CPU (MPS has no float64)"
-    chosen = _choose("auto", torch.empty(2, 1, 1, dtype=torch.float64, device=device))
-    if device.type == "cuda" and chosen == "torch":
-        return f"torch, one matrix at a time ({cusolver.why_not(device)})"
-    return chosen
-
-
-def device_rows() -> list[tuple[str, str, str]]:
-    """(device, what it is, eigensolver)."""
-    cpu = torch.device("cpu")
-    threads = torch.get_num_threads()
-    rows = [("cpu", f"{cpu_name()}, {counted(threads, 'thread')}", backend_on(cpu))]
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
+    rows = [("cpu", f"{cpu_name()}, {torch.get_num_threads()} threads on {cores} cores", "torch")]
     for index in range(torch.cuda.device_count()):
-        device = torch.device("cuda", index)
-        memory = torch.cuda.get_device_properties(device).total_memory / 2**30
-        rows.append((str(device), f"{device_name(device)}, {memory:.0f} GiB", backend_on(device)))
-    if torch.cuda.device_count() == 0:
-        build = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "torch is built without CUDA"
-        rows.append(("cuda", f"none ({build})", "–"))
+        facts = torch.cuda.get_device_properties(index)
+        reason = cusolver.why_not(torch.device("cuda", index))
+        solver = f"torch, one matrix at a time ({reason})" if reason else "cusolver"
+        rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB", solver))
     if torch.backends.mps.is_available():
-        rows.append(("mps", "Metal", backend_on(torch.device("mps"))))
-    return rows
+        rows.append(("mps", "Metal", "torch, on the CPU (MPS has no float64)"))
+    return [dict(zip(("device", "what", "eigensolver"), row, strict=True)) for row in rows]
 
 
-def solver_rows() -> list[tuple[str, str, str]]:
-    """(kind of input, milliseconds by solver, the solver that is taken) for what was measured on this machine so far."""
-    rows = []
-    for kind, times in sorted(autotune.measurements().items()):
-        taken = min(times, key=lambda solver: times[solver], default="–")
-        rows.append((kind, ", ".join(f"{solver} {ms:.3g}" for solver, ms in times.items()), taken))
-    return rows
+def caches(folder: Path) -> list[dict[str, Any]]:
+    """Files that this package, timm and torchvision keep on disk."""
+    import torch
 
-
-@dataclass(frozen=True)
-class Extra:
-    """An optional part of the package that is not there: its name, the packages that it lacks, and how to get it."""
-
-    name: str
-    missing: tuple[str, ...]
-    install: str
-
-
-def missing_extras() -> list[Extra]:
-    """Extras that lack a package."""
-    try:
-        optional = extras(requires("eigengrain") or [])
-    except PackageNotFoundError:
-        return []
-    lacking = {extra: tuple(p for p in packages if installed(p) is None) for extra, packages in optional.items()}
-    return [Extra(extra, packages, f"pip install 'eigengrain[{extra}]'") for extra, packages in lacking.items() if packages]
-
-
-def thread_facts() -> dict[str, int | str | None]:
-    """How many threads torch uses, of how many cores, and what the environment says of it."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return {
-        "threads": torch.get_num_threads(),
-        "interop_threads": torch.get_num_interop_threads(),
-        "cores": cores,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+    hub = os.environ.get("HF_HUB_CACHE") or Path(os.environ.get("HF_HOME") or "~/.cache/huggingface") / "hub"
+    weights = Path(torch.hub.get_dir(), "checkpoints")
+    places = {
+        "drawn birds": folder / "plumage",
+        "weights of timm": Path(hub).expanduser(),
+        "weights of torchvision": weights,
     }
+    rows = []
+    for what, path in places.items():
+        files = [os.path.join(parent, name) for parent, _, names in os.walk(path) for name in names]
+        sizes = [os.path.getsize(file) for file in files if os.path.isfile(file) and not os.path.islink(file)]
+        rows.append({"what": what, "path": str(path), "files": len(sizes), "bytes": sum(sizes)})
+    return rows
 
 
-def problems_of(packages: Sequence[tuple[str, str]], folder: Path) -> list[str]:
-    """What keeps the package from working: a required package that is missing or broken, a cache that cannot be written."""
-    required = [f"{name or 'torchvision'}: {said}" for name, said in packages if name in REQUIRED or not name]
-    found = [line for line in required if "missing:" in line or "fails:" in line]
-    if not is_writable(folder):
-        found.append(f"the cache folder {folder} cannot be written to: set EIGENGRAIN_CACHE to another")
-    return found
+def find_data(root: str | Path) -> list[dict[str, Any]]:
+    """Look for the files of every data set in a folder and in the usual subfolders; no file is opened."""
+    from eigengrain.data.datasets.registry import list_entries
+
+    place = Path(root).expanduser()
+    if not place.is_dir():
+        raise FileError(root, "there is no such folder")
+    return [row for entry in list_entries() if entry.required and (row := _find_entry(entry, place)) is not None]
 
 
-def run(config: Doctor) -> int:
-    """``eigengrain doctor``: 0, or 1 if something keeps the package from working."""
-    place = config.data or os.environ.get(DATA)
-    data = look(place) if place else []
-    packages, devices, threads, solvers = package_rows(), device_rows(), thread_facts(), solver_rows()
-    lacking, kept, folder = missing_extras(), caches(), cache_folder()
-    problems = problems_of(packages, folder)
-    console = output.reading()
-    view = Table("package", "version", title="packages", title_justify="left")
-    for row in packages:
-        view.add_row(*map(escape, row), style="yellow" if "missing:" in row[1] or "fails:" in row[1] else None)
-    console.print(view)
-    for title, heads, lines in (
-        ("extras that are not complete", ("extra", "missing", "get it with"), _extra_lines(lacking)),
-        ("devices", ("device", "what it is", "eigensolver of backend='auto'"), devices),
-        ("solver='auto' on CUDA", ("measured on", "ms", "taken"), solvers),
-        (f"data sets in {place}", ("data set", "state", "what to do"), list(map(_data_line, data))),
-        ("kept on disk", ("what", "how much", "where"), [(each.what, str(each), each.path) for each in kept]),
-    ):
-        if lines:
-            console.print(_table(title, heads, lines))
-    environment = f"OMP_NUM_THREADS is {threads['OMP_NUM_THREADS'] or 'not set'}"
-    said = [f"threads of torch: {threads['threads']}, cores: {threads['cores']}; {environment}"]
-    file = autotune.cache_file()
-    timed = f"timings of solvers are remembered in {file}"
-    said.append(timed if solvers else f"no solver has been timed on CUDA yet; {file} will remember")
-    if not place:
-        said.append(f"data sets are looked for with --data FOLDER, or in the folder of the variable {DATA}")
-    said += [f"problem: {line}" for line in problems] or ["no problems"]
-    for line in said:
-        console.print(line, soft_wrap=True, highlight=False, markup=False)
-    output.result(
-        {
-            "packages": [{"name": name or "torchvision", "version": said} for name, said in packages],
-            "missing_extras": lacking,
-            "devices": [dict(zip(("device", "what", "eigensolver"), row, strict=True)) for row in devices],
-            "threads": threads,
-            "solvers": autotune.measurements(),
-            "data": {"folder": place, "sets": data},
-            "caches": kept,
-            "cache_folder": {"path": folder, "writable": is_writable(folder)},
-            "problems": problems,
-        },
-        problems,
-    )
-    return 1 if problems else 0
-
-
-def _extra_lines(lacking: Sequence[Extra]) -> list[tuple[str, str, str]]:
-    return [(extra.name, ", ".join(extra.missing), extra.install) for extra in lacking]
-
-
-def _data_line(seen: DataFolder) -> tuple[str, str, str]:
-    lacks = f"{', '.join(seen.missing)} missing in {seen.folder}; " if seen.missing else ""
-    state = f"found in {seen.folder}" if seen.state == "found" else seen.state
-    return seen.name, state, f"{lacks}{seen.remedy}" or "–"
-
-
-def _table(title: str, heads: Sequence[str], lines: Sequence[Sequence[str]]) -> Table:
-    view = Table(*heads, title=title, title_justify="left")
-    for column in view.columns:
-        column.overflow = "fold"  # a path is of no use cut short
-    for line in lines:
-        view.add_row(*map(escape, line))
-    return view
+def _find_entry(entry: "Entry", root: Path) -> dict[str, Any] | None:
+    places = [root, *(root / name for name in entry.folders if (root / name).is_dir())]
+    # a required name "a|b" is a choice, and * matches any name
+    states = [
+        (place, form, [names.split("|")[0] for names in form if not any(any(place.glob(n)) for n in names.split("|"))])
+        for place in places
+        for form in entry.required
+    ]
+    place, form, missing = min(states, key=lambda state: len(state[2]) / len(state[1]))
+    row = {"name": entry.name, "state": "found", "folder": str(place), "missing": missing, "remedy": ""}
+    if not missing:
+        return row | {"remedy": "".join(extra["install"] for extra in missing_extras() if extra["name"] == entry.extra)}
+    if not entry.folders:
+        return None  # a folder of a user's own images is only reported if it is complete
+    if len(missing) < len(form) or place != root:
+        return row | {"state": "incomplete", "remedy": f"see 'eigengrain datasets list {entry.name}'"}
+    return row | {
+        "state": "not found",
+        "folder": None,
+        "missing": [],
+        "remedy": f"{entry.page} → {root / entry.folders[0]}",
+    }

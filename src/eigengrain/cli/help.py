@@ -1,163 +1,113 @@
-"""The help of the command line as a person reads it: a short usage line, options by subject, defaults, examples."""
+"""The help of the command line: a usage line, options by subject, defaults and examples."""
 
 import shutil
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from eigengrain.cli.values import choices_of, values_of
+from eigengrain.cli.parser import COMMON
 from eigengrain.options import Option, options_of
 
 if TYPE_CHECKING:
-    from eigengrain.cli.catalogue import Command
+    from eigengrain.cli.commands import Command, Program
 
-#: where the text of an option starts, and the widest page
+#: column where the text of an option starts, and width of the widest page
 COLUMN, WIDEST = 26, 120
-#: a blank at which no line is broken
+#: a space at which no line is broken
 _JOINT = "\0"
 
-#: subjects of options in the order in which they are shown
+#: headings for options that are not in a nested config, in their order; other options stand under "options"
 _SUBJECTS = {
     "model": "checkpoint backbone backbones head heads num_classes reduce last_stride stride_on weights class_names",
     "data": "data root data_options split images kind img_size flip datasets options",
-    "what is made": "topk subset subsets rules split_at cut target measures measure_count count scale perturb toward "
-    "perturb_lr format dynamic_batch opset verify",
+    "result": "topk subset subsets rules split_at cut target measures measure_count count scale perturb toward perturb_lr "
+    "format dynamic_batch opset verify",
     "training": "recipe epochs batch_size accumulate clip_grad label_smoothing ema early_stop select eval_every seed seeds "
-    "rates protocol resume fresh dry_run",
-    "sizes": "batch channels positions at_batch at_channels side condition samples svd_batch size dtype dtypes methods "
-    "reference perturbation_steps limit",
-    "measurement": "repeats warmup measure seconds",
+    "resume fresh dry_run",
     "speed and devices": "device workers amp cache channels_last compile cuda_graphs sync_bn check_images",
     "page": "host port password browser",
-    "output": "out label log save_every redraw records only_report drop_models per_class",
+    "output": "out log save_every per_class",
 }
 _SUBJECT_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
-#: where an option means something else
+#: options with another meaning in some command
 _EXCEPTIONS = {
-    "demo per_class": "data",
-    "study scale": "training",
-    "explain seed": "data",
-    "explain batch_size": "speed and devices",
-    "evaluate batch_size": "speed and devices",
-    "predict batch_size": "speed and devices",
-    "bench explain subsets": "sizes",
-    "bench explain rules": "sizes",
-    "bench explain img_size": "sizes",
-    "bench step img_size": "sizes",
-    "bench loader batch_size": "sizes",
+    **dict.fromkeys(("demo per_class", "explain seed"), "data"),
+    **dict.fromkeys(("explain batch_size", "evaluate batch_size", "predict batch_size"), "speed and devices"),
 }
-
-#: options of every command, as they are shown
-COMMON = (
-    ("-q, --quiet", "no progress and no decoration: the result in bare lines, and errors"),
-    ("--json", "the result as one JSON document on stdout"),
-    ("--config FILE", "a YAML file with these options; those of the command line after it win"),
-    ("--print_config", "print the options as YAML, for --config, and stop"),
-    ("-h, --help", "print this help and stop"),
-)
 
 
 def subject_of(command: str, option: Option) -> str:
     """The heading under which an option is shown."""
-    if option.group:
-        return option.group.rsplit(".", 1)[-1]
-    default = _SUBJECT_OF.get(option.name, "what is made")
-    if command.startswith("bench") and default == "training":
-        default = "measurement"
-    return _EXCEPTIONS.get(f"{command} {option.name}", default)
-
-
-def width_of_page() -> int:
-    """Columns of the terminal, or ``COLUMNS``, within reason."""
-    return max(40, min(shutil.get_terminal_size().columns - 2, WIDEST))
+    return option.group or _EXCEPTIONS.get(f"{command} {option.name}", _SUBJECT_OF.get(option.name, "options"))
 
 
 def command_help(command: "Command", program: str) -> str:
-    """What ``eigengrain COMMAND --help`` prints."""
+    """The text of ``eigengrain COMMAND --help``."""
     options = {option.name: option for option in options_of(command.config)}
-    parts = [f"usage: {usage(command, program)}", _wrapped(_sentence(command.help))]
-    named = [(_placeholder(name, many), options[name]) for name, many in command.positional.items()]
-    if named:
-        rows = [(shown, _argument_text(option)) for shown, option in named]
-        parts.append(_section("arguments", rows))
+    parts = [f"usage: {usage(command, program)}", _wrap(f"{command.help[:1].upper()}{command.help[1:]}.")]
+    arguments = [
+        (_placeholder(name, many), f"{_text(options[name])}; also as --{name}") for name, many in command.positional.items()
+    ]
+    if arguments:
+        parts.append(_section("arguments", arguments))
     subjects: dict[str, list[tuple[str, str]]] = {}
     for option in options.values():
         if option.name not in command.positional:
-            shown = f"--{option.name}" if option.switch else f"--{option.name} {_metavar(command, option)}"
+            shown = f"--{option.name}" if option.switch else f"--{option.name} {option.metavar}"
             subjects.setdefault(subject_of(command.name, option), []).append((shown, _text(option)))
-    groups = dict.fromkeys(option.group.rsplit(".", 1)[-1] for option in options.values() if option.group)
-    order = ["training", *groups, *_SUBJECTS]  # the recipe comes first
-    for subject in sorted(subjects, key=order.index):
-        parts.append(_section(subject, subjects[subject]))
-    parts.append(_section("every command", [row for row in COMMON if command.speaks or row[0] not in ("--json",)]))
+    groups = dict.fromkeys(option.group for option in options.values() if option.group)
+    order = ["training", *groups, *_SUBJECTS, "options"]  # the recipe comes first
+    parts += [_section(subject, subjects[subject]) for subject in sorted(subjects, key=order.index)]
+    common = [
+        (f"{f'-{short}, ' if short else ''}--{name}{f' {metavar}' if metavar else ''}", text)
+        for name, short, metavar, text in COMMON
+        if command.has_result or name != "json"
+    ]
+    parts.append(_section("every command", common))
     if command.examples:
         parts.append(_examples(command.examples))
     return "\n\n".join(parts) + "\n"
 
 
 def usage(command: "Command", program: str) -> str:
-    """The line that says how a command is written.
-
-    Example:
-        >>> from eigengrain.cli.catalogue import COMMANDS
-        >>> usage(next(command for command in COMMANDS if command.name == "train"), "eigengrain")
-        'eigengrain train [--recipe NAME] [options]'
-    """
-    words = [program, command.name, *(_in_usage(name, many) for name, many in command.positional.items())]
-    words += [command.usage] if command.usage else []
-    return " ".join([*words, "[options]"])
+    """The usage line of a command, such as 'eigengrain train [--recipe NAME] [options]'."""
+    positional = [f"[{_placeholder(name, many)}]" for name, many in command.positional.items()]
+    return " ".join(filter(None, [program, command.name, *positional, command.usage, "[options]"]))
 
 
-def overview(
-    program: str, about: str, sections: Mapping[str, Sequence[tuple[str, str]]], examples: Sequence[str] = ()
-) -> str:
-    """What ``eigengrain --help`` prints, and a word that has commands of its own: (command, what it does) by section."""
-    parts = [f"usage: {program} COMMAND [options]", _wrapped(about)]
-    parts += [_section(title, rows, 14) for title, rows in sections.items()]
-    parts += [_examples(examples)] if examples else []
-    parts.append(f"'{program} COMMAND --help' says more about a command.")
+def overview(program: "Program") -> str:
+    """The text of ``eigengrain --help``."""
+    helps = {command.name: command.help for command in program.commands}
+    parts = [f"usage: {program.name} COMMAND [options]", *([_wrap(program.about)] if program.about else [])]
+    for title, names in (program.sections or {"commands": list(helps)}).items():
+        parts.append(_section(title, [(name, helps[name]) for name in names], 14))
+    if program.sections:
+        parts.append(_examples([f"{program.name} {words}" for words in ("demo", "train --help", "doctor", "--version")]))
+    parts.append(f"Run '{program.name} COMMAND --help' for the options of a command.")
     return "\n\n".join(parts) + "\n"
-
-
-def _metavar(command: "Command", option: Option) -> str:
-    if option.name == "data" and values_of(command.name, option):
-        return "NAME"  # of a data set, where other commands take a folder
-    return option.metavar(choices_of(command.name, option))
 
 
 def _placeholder(name: str, many: str) -> str:
     return f"{name.upper()} ..." if many == "*" else name.upper()
 
 
-def _in_usage(name: str, many: str) -> str:
-    return f"[{_placeholder(name, many)}]"
-
-
-def _sentence(text: str) -> str:
-    return f"{text[:1].upper()}{text[1:]}."
-
-
 def _text(option: Option) -> str:
-    said = option.help.removesuffix(".")
-    # a default is not torn from its word
-    return f"{said} (default:{_JOINT}{option.default_text})" if option.default_text else said
+    text = option.help.removesuffix(".")
+    # a default stays on the line of its word
+    return f"{text} (default:{_JOINT}{option.default_text})" if option.default_text else text
 
 
-def _argument_text(option: Option) -> str:
-    return f"{_text(option)}; also as --{option.name}"
-
-
-def _wrapped(text: str, indent: int = 0) -> str:
-    space = " " * indent
-    wrapper = textwrap.TextWrapper(width_of_page(), space, space, break_long_words=False, break_on_hyphens=False)
+def _wrap(text: str, indent: int = 0) -> str:
+    space, width = " " * indent, max(40, min(shutil.get_terminal_size().columns - 2, WIDEST))  # of the terminal, in bounds
+    wrapper = textwrap.TextWrapper(width, space, space, break_long_words=False, break_on_hyphens=False)
     return wrapper.fill(text).replace(_JOINT, " ")
 
 
 def _section(title: str, rows: Sequence[tuple[str, str]], column: int = COLUMN) -> str:
-    """A heading and its rows: the text beside the name where there is room, and below it otherwise."""
+    """A heading and its rows: the text stands beside the name if there is room, else below it."""
     lines = [f"{title}:"]
     for name, text in rows:
-        body = _wrapped(text, column)
+        body = _wrap(text, column)
         fits = len(name) + 4 <= column
         lines.append(f"  {name}".ljust(column) + body[column:] if fits else f"  {name}\n{body}")
     return "\n".join(line.rstrip() for line in lines)
