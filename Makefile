@@ -1,18 +1,18 @@
-# Two commands matter: `make demo` and `make test`. Each builds .venv first, with whatever Python 3.11+ is called PYTHON.
+# The main commands are `make demo` and `make test`. Each creates .venv first, with the Python 3.11+ named by PYTHON.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-slow test-lowest lint bench docs clean
+.PHONY: setup demo test test-fast test-slow test-lowest lint bench study docs clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
 
-# said before .venv is made, which would keep the Python it was made with
+# checked before .venv is created, which keeps the Python it is created with
 NEW_ENOUGH := import sys; sys.version_info >= (3, 11) or sys.exit("Python 3.11 or later is needed, this is " + sys.version.split()[0] + ": make PYTHON=python3.12")
 
-# torch goes first and pinned, so that nothing after it asks for another build of it
+# torch is installed first and pinned, so that no later package pulls another build of it
 $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)'
 	$(PYTHON) -m venv $(VENV)
@@ -25,14 +25,18 @@ demo: $(STAMP)
 	$(BIN)/eigengrain demo
 
 test: $(STAMP) lint
-	$(BIN)/pytest -n auto -m "not slow" src tests
+	$(BIN)/pytest -n auto --dist loadfile -m "not slow" src studies benchmarks tests
+
+# the core: run it on save
+test-fast: $(STAMP)
+	$(BIN)/pytest -n auto --dist loadfile tests/core
 
 test-slow: $(STAMP)
-	$(BIN)/pytest -n auto -m slow tests
+	$(BIN)/pytest -n auto --dist loadfile -m slow tests
 
 # with the lowest versions that pyproject.toml allows, in an environment of its own
 test-lowest: .venv-lowest/.installed
-	.venv-lowest/bin/pytest -n auto -m "not slow" src tests
+	.venv-lowest/bin/pytest -n auto --dist loadfile -m "not slow" src tests
 
 .venv-lowest/.installed: requirements/lowest.txt pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)'
@@ -46,14 +50,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# make bench NAME=heads, make study NAME=gcp-methods
 bench: $(STAMP)
-	$(BIN)/eigengrain bench functional
+	$(BIN)/python -m benchmarks $(or $(NAME),functional)
 
-# the pages, in site/index.html; a warning is an error. All of them are made anew (-E -a): what a page takes from the package, such
-# as the help of the commands, may have changed where its own file has not
+study: $(STAMP)
+	$(BIN)/python -m studies $(or $(NAME),list)
+
+# the documentation site; a warning is an error. All pages are rebuilt (-E -a), because the help of a command can change without a
+# change of its page
 docs: $(VENV)/.docs-installed
 	$(BIN)/sphinx-build -q -W --keep-going -E -a -b html docs site
-	@rm -rf jupyter_execute  # where the notebooks' pictures were before they came to site/
+	@rm -rf jupyter_execute  # temporary figures of the notebooks
 	@echo "site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP) requirements/docs.txt

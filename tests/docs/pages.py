@@ -1,11 +1,11 @@
-"""The pages that the tests of this folder read, and what stands in them."""
+"""The pages that the tests in this folder read, and helpers to take them apart."""
 
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-#: everything that a reader sees as a page: of the repository, and of the site
+#: every page of the repository and of the documentation site
 PAGES = sorted(
     [
         *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md")),
@@ -20,7 +20,7 @@ def title(path: Path) -> str:
 
 
 class Block(NamedTuple):
-    """A block of code: its language, the line on which it starts, from 1, and its text."""
+    """A block of code: its language, its first line (counted from 1) and its text."""
 
     language: str
     line: int
@@ -28,10 +28,10 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path, *languages: str) -> list[Block]:
-    """The fenced blocks of a page in one of the languages."""
+    """The fenced blocks of a page in the given languages."""
     text = page.read_text(encoding="utf-8")
-    found = re.finditer(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    return [Block(match[1], text.count("\n", 0, match.start()) + 2, match[2]) for match in found if match[1] in languages]
+    matches = re.finditer(r"^```([\w{}-]*)[^\n]*\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
+    return [Block(match[1], text.count("\n", 0, match.start()) + 2, match[2]) for match in matches if match[1] in languages]
 
 
 def prose(text: str) -> str:

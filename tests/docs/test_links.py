@@ -1,4 +1,4 @@
-"""Links from page to page lead somewhere, and so do their anchors and pictures."""
+"""Links between pages, their anchors and figures exist."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=title)
-def test_links_lead_somewhere(page):
+def test_links_exist(page):
     for link in links(page):
         if link.startswith(("http://", "https://", "mailto:")):
             continue
@@ -39,7 +39,7 @@ def test_links_lead_somewhere(page):
             assert anchor in anchors(target), f"{link}: {target.name} has {sorted(anchors(target))}"
 
 
-def test_folders_and_files_of_the_text_exist():
+def test_folders_of_the_map_exist():
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     for path in re.findall(r"^\| `([\w/.]+)`", text, re.MULTILINE):
         assert (ROOT / path).exists(), path

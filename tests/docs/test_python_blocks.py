@@ -1,7 +1,7 @@
-"""Every example of the pages runs as it stands, and so do the notebooks.
+"""Run every Python block of the pages, and the notebooks.
 
-The blocks of a page share their names, as a reader would type them one after the other. A block whose first line is
-``# needs NAME`` is for a library that this project does not depend on: it is compiled, and run where the library is there.
+The blocks of a page share their variables. A block that begins with ``# needs NAME`` is compiled, and run only if that package is
+installed; ``# needs a trained model`` and other phrases are compiled only.
 """
 
 import json
@@ -12,20 +12,22 @@ import pytest
 
 from docs.pages import NOTEBOOKS, PAGES, ROOT, blocks, title
 
-# the page of the figures shows how they were reduced, from files that are not kept
+# shows how the figures were reduced from files that are not in the repository
 NEEDS_FILES = {"docs/figures/README.md"}
 WITH_PYTHON = [page for page in PAGES if blocks(page, "python")]
 
 
 @pytest.fixture
-def somewhere_else(tmp_path, monkeypatch):
-    """What an example writes does not stay, and what it registers or draws does not reach other tests."""
+def temporary_folder(tmp_path, monkeypatch):
+    """Run in a temporary folder, and undo what an example registers or draws."""
     matplotlib = pytest.importorskip("matplotlib")
     matplotlib.use("Agg")
+    from eigengrain.data.datasets import registry as datasets
     from eigengrain.heads import registry
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(registry, "_FACTORIES", dict(registry._FACTORIES))
+    monkeypatch.setattr(datasets, "_ENTRIES", {entry.name: entry for entry in datasets.list_entries()})
     yield tmp_path
     import matplotlib.pyplot as plt
 
@@ -33,19 +35,19 @@ def somewhere_else(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("page", WITH_PYTHON, ids=title)
-def test_the_examples_of_a_page_run(page, somewhere_else):
+def test_the_blocks_of_a_page_run(page, temporary_folder):
     names = {"__name__": "example"}
     for block in blocks(page, "python"):
         # in tracebacks lines are those of the page
         code = compile("\n" * (block.line - 1) + block.text, str(page), "exec")
-        needed = re.match(r"# needs (\w+)\n", block.text)
-        if title(page) in NEEDS_FILES or (needed and find_spec(needed[1]) is None):
+        needed = re.match(r"# needs (.+)\n", block.text)
+        if title(page) in NEEDS_FILES or (needed and (" " in needed[1] or find_spec(needed[1]) is None)):
             continue
         exec(code, names)
 
 
 @pytest.mark.parametrize("notebook", NOTEBOOKS, ids=title)
-def test_a_notebook_runs(notebook, somewhere_else):
+def test_a_notebook_runs(notebook, temporary_folder):
     cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
     names = {"__name__": "notebook"}
     for number, cell in enumerate(cells):

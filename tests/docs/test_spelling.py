@@ -1,4 +1,4 @@
-"""Words are spelt right, in the British way."""
+"""Spelling is correct and British."""
 
 import json
 import re
@@ -9,9 +9,9 @@ import pytest
 
 from docs.pages import NOTEBOOKS, PAGES, ROOT, prose, title
 
-#: right all the same: the paper's name for a data set, and an option of matplotlib
+#: correct here: the paper's name for a data set, and an option of matplotlib
 RIGHT = "aircrafts,whis"
-#: what begins like this is spelt otherwise here
+#: beginnings of American spellings
 AMERICAN = (
     *("normaliz", "optimiz", "regulariz", "initializ", "generaliz", "visualiz", "randomiz", "summariz", "recogniz"),
     *("color", "center", "behavior", "neighbor", "favor", "labeled", "labeling", "modeling", "gray ", "analyz", "catalog "),
@@ -34,14 +34,14 @@ def test_notebooks_are_british(notebook):
     assert american(prose(text)) == []
 
 
-def test_the_check_finds_what_it_should():
+def test_the_check_works():
     assert american("the colour of a normalised centre") == []
     assert american("Color, normalized") == ["Color", "normalized"]
 
 
-def test_no_word_is_misspelt(tmp_path):
+def test_spelling(tmp_path):
     pytest.importorskip("codespell_lib")
-    # outputs of notebooks are pictures in letters, so their text alone is read
+    # outputs of notebooks contain encoded images, so only their text is checked
     for notebook in NOTEBOOKS:
         cells = json.loads(notebook.read_text(encoding="utf-8"))["cells"]
         (tmp_path / f"{notebook.stem}.txt").write_text("\n".join("".join(cell["source"]) for cell in cells))
