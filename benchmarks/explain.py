@@ -1,25 +1,53 @@
-"""What explaining costs: saliency of several subsets and rules beside the passes of the backbone, and a perturbation."""
+"""Time of saliency maps of several subsets and rules beside the passes of the backbone, and of a perturbation."""
 
-import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 
 import torch
 from torch import Tensor
 
-from benchmarks.explain_config import ExplainBench
-from benchmarks.functional import Row, in_turn, synchronise
-from eigengrain import output
-from eigengrain.environment import describe, pick_device
+from benchmarks import measure
+from benchmarks.measure import Advance, Row, as_list, ignore
+from eigengrain.environment import pick_device
 from eigengrain.explain import EigenPerturbation, attribute_rules
-from eigengrain.files import writable, write_csv
 from eigengrain.functional.subsets import small_part
 from eigengrain.models import CovarianceNet, create_model
-from eigengrain.progress import progress_bar
+
+
+@dataclass(frozen=True)
+class ExplainBench(measure.Bench):
+    """Measure saliency maps, and optionally a perturbation.
+
+    Args:
+        backbone: backbone, with random weights.
+        head: head with eigenvalues.
+        subsets: subsets of the eigenvalues, such as [all,top:206,last:50].
+        rules: rules at the ReLUs.
+        batch: images that are explained together; several as [16,32].
+        img_size: side of the images.
+        last_stride: 1 for a feature map twice as large in each direction, 2 for the unchanged backbone.
+        perturbation_steps: steps of a perturbation of the same images; 0 for none.
+    """
+
+    backbone: str = "resnet50"
+    head: str = "mpncov"
+    subsets: list[str] = field(default_factory=lambda: ["all", "top:206", "last:50"])
+    rules: list[str] = field(default_factory=lambda: ["vanilla", "deconv"])
+    batch: list[int] | int = 16
+    img_size: int = 448
+    last_stride: int = 1
+    perturbation_steps: int = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        measure.check_sizes(self, "batch", "subsets", "rules")
+        measure.check_least(self, img_size=32, perturbation_steps=0)
 
 
 def backbone_passes(model: CovarianceNet, images: Tensor, backwards: int) -> None:
-    """One forward pass of the backbone and so many backward passes to the image, with nothing of the head."""
+    """One forward pass of the backbone and several backward passes to the image, without the head."""
     with torch.enable_grad():
         x = images.detach().requires_grad_()
         features = model.forward_features(x)
@@ -28,84 +56,55 @@ def backbone_passes(model: CovarianceNet, images: Tensor, backwards: int) -> Non
             torch.autograd.grad(features, x, grad, retain_graph=left > 0)
 
 
-def measure(config: ExplainBench, model: CovarianceNet, images: Tensor, advance: Callable[[str], None]) -> Row:
-    """Seconds of the maps and of the passes that they cannot do without, in turn, and of a perturbation.
+def measure_maps(config: ExplainBench, model: CovarianceNet, images: Tensor, advance: Advance = ignore) -> Row:
+    """Seconds of the maps and of the passes they need at least, in turn, and of a perturbation; None without the memory."""
+    passes, device = len(config.subsets) * len(config.rules), images.device
+    warmup = 2 if config.warmup is None else config.warmup
+    target = torch.zeros(len(images), dtype=torch.int64, device=device)
 
-    Those are None for what needs more memory than the device has.
-    """
-    passes = len(config.subsets) * len(config.rules)
-    target = torch.zeros(len(images), dtype=torch.int64, device=images.device)
-    works: dict[str, Callable[[], object]] = {
-        "saliency": lambda: attribute_rules(model, images, config.subsets, config.rules, target=target),
-        "backbone": lambda: backbone_passes(model, images, passes),
-    }
-
-    def timed(work: Callable[[], object]) -> Callable[[], float]:
-        def run() -> float:
-            synchronise(images.device)
-            start = time.perf_counter()
-            work()
-            synchronise(images.device)
-            return time.perf_counter() - start
-
-        return run
-
-    times = in_turn({name: timed(work) for name, work in works.items()}, repeats=config.repeats, warmup=2, advance=advance)
+    maps = partial(attribute_rules, model, images, config.subsets, config.rules, target=target)
+    works: dict[str, Callable[[], object]] = {"saliency": maps, "backbone": partial(backbone_passes, model, images, passes)}
+    timed = {name: partial(measure.seconds, work, device) for name, work in works.items()}
+    times = measure.take_turns(timed, repeats=config.repeats, warmup=warmup, advance=advance)
     saliency, backbone = (median(times[name]) if times[name] else None for name in works)
     row: Row = {
-        "backbone": config.backbone,
-        "head": config.head,
+        **measure.pick(config, "backbone", "head"),
         "batch": len(images),
         "img_size": config.img_size,
         "subsets": " ".join(config.subsets),
         "rules": " ".join(config.rules),
-        "saliency_seconds": None if saliency is None else round(saliency, 5),
+        "saliency_seconds": measure.ratio(saliency, digits=5),
         "one_forward_and_backward_passes": passes,
-        "passes_seconds": None if backbone is None else round(backbone, 5),
-        "ratio": None if saliency is None or backbone is None else round(saliency / backbone, 4),
+        "passes_seconds": measure.ratio(backbone, digits=5),
+        "ratio": measure.ratio(saliency, backbone),
     }
     if config.perturbation_steps:
         perturbation = EigenPerturbation(model, bounds=False)
         split = model.head.channels - small_part(model.head.channels)
-        work = timed(lambda: perturbation.perturb(images, "small", split, steps=config.perturbation_steps, progress=False))
-        runs = in_turn({"perturbation": work}, repeats=1, warmup=0)["perturbation"]
-        row |= {"perturbation_steps": config.perturbation_steps}
-        row |= {"perturbation_seconds": round(runs[0], 3) if runs else None}
-        advance("perturbation")
+        work = partial(perturbation.perturb, images, "small", split, steps=config.perturbation_steps, progress=False)
+        clock = {"perturbation": partial(measure.seconds, work, device)}
+        runs = measure.take_turns(clock, repeats=1, warmup=0, advance=advance)["perturbation"]
+        row["perturbation_steps"] = config.perturbation_steps
+        row["perturbation_seconds"] = round(runs[0], 3) if runs else None
     return row
 
 
-def _said(number: object) -> str:
-    return f"{number:.3g}" if isinstance(number, float) else "–"
-
-
 def run(config: ExplainBench) -> None:
-    """``eigengrain bench explain``."""
+    """``python -m benchmarks explain``."""
     device = pick_device(config.device)
-    path = writable(config.out or f"benchmarks/explain-{device.type}.csv")
+    path = config.path("explain", device)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = create_model(config.backbone, head=config.head, num_classes=200, last_stride=config.last_stride)
     model.to(device).eval()
     generator = torch.Generator().manual_seed(config.seed)
-    console, rows = output.reading(), []
-    with progress_bar() as progress:
-        each = 2 * (config.repeats + 2) + bool(config.perturbation_steps)
-        task = progress.add_task("measuring", total=each * len(config.batches))
-        for batch in config.batches:
+    rows: list[Row] = []
+    runs = 2 * (config.repeats + (config.warmup or 2)) + bool(config.perturbation_steps)
+    with measure.progress(runs * len(as_list(config.batch))) as advance:
+        for batch in as_list(config.batch):
             images = torch.randn(batch, 3, config.img_size, config.img_size, generator=generator).to(device)
-            row = measure(config, model, images, lambda name: progress.update(task, advance=1, description=name))
-            rows.append({**row, **describe(device)})
-            write_csv(path, rows)
-    for row in rows:
-        console.print(
-            f"{row['batch']} images, {len(config.subsets)} subsets × {len(config.rules)} rules: "
-            f"{_said(row['saliency_seconds'])} s, {_said(row['ratio'])} times one forward and "
-            f"{row['one_forward_and_backward_passes']} backward passes of the backbone"
-        )
-        if config.perturbation_steps:
-            console.print(f"{config.perturbation_steps} steps of perturbation: {_said(row['perturbation_seconds'])} s")
-    if any(None in row.values() for row in rows):
-        console.print("–: the device's memory is too small")
-    console.print(f"written to {path}", soft_wrap=True, markup=False)
-    output.result({"rows": rows, "files": [path]}, [path])
+            rows.append(measure_maps(config, model, images, advance))
+            measure.save(path, rows, device)
+    columns = ["batch", "subsets", "rules", "saliency_seconds", "passes_seconds", "ratio"]
+    columns += ["perturbation_seconds"] if config.perturbation_steps else []
+    measure.finish({"rows": rows}, [path], device, measure.format_table(rows, columns))

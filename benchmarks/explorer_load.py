@@ -1,54 +1,67 @@
-"""Many visitors at once: ``python -m benchmarks.explorer_load`` serves the page and moves the split of each of them.
+"""Response times of the explorer with many visitors at once, on this machine.
 
-Every visitor does what a browser does at a moved split: it asks for the predictions and for the maps at the same time, and
-waits for both. Only this machine is asked.
+Each visitor does what a browser does when the split is moved: it requests predictions and maps at the same time, and waits
+for both.
 """
 
-import argparse
 import asyncio
 import json
 import random
-import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from statistics import median
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import httpx
+from eigengrain import output
+from eigengrain.errors import ArgumentError
 
-from eigengrain.cli.explore import Explore
-from eigengrain.explorer.opening import open_lenses
-from eigengrain.explorer.server import Server, is_loopback
+if TYPE_CHECKING:
+    import httpx
 
 #: seconds after which an answer counts as a failure
-PATIENCE = 30.0
-#: the events of a moved split, by the names that the page gives them
+TIMEOUT = 30.0
+#: events of the page when the split is moved
 EVENTS = ("split_glance", "split_maps")
 
 
 @dataclass(frozen=True)
-class Load:
-    """What was measured.
+class ExplorerLoad:
+    """Measure the explorer with many visitors.
 
     Args:
-        quick: seconds until predictions, numbers and chart were there, one a move.
-        whole: seconds until the maps were there as well.
-        failures: what went wrong.
+        checkpoint: folders of models; that of the demo by default.
+        visitors: number of visitors.
+        seconds: duration.
+        every: seconds between two moves of a visitor.
     """
 
-    quick: list[float]
-    whole: list[float]
+    checkpoint: list[str] = field(default_factory=list)
+    visitors: int = 50
+    seconds: float = 60.0
+    every: float = 3.0
+
+    def __post_init__(self) -> None:
+        for name in ("visitors", "seconds", "every"):
+            if not getattr(self, name) > 0:
+                raise ArgumentError(name, "must be above 0", getattr(self, name))
+
+
+@dataclass(frozen=True)
+class Load:
+    """The measured times, one per move, and errors."""
+
+    quick: list[float]  # seconds until predictions, numbers and chart arrived
+    whole: list[float]  # seconds until the maps arrived too
     failures: list[str]
 
     def __str__(self) -> str:
         lines = [f"{len(self.whole)} moves, {len(self.failures)} failures"]
         for name, times in (("predictions", self.quick), ("with maps", self.whole)):
             if times:
-                lines.append(
-                    f"{name}: median {statistics.median(times):.3f} s, p95 {percentile(times, 95):.3f} s, "
-                    f"longest {max(times):.3f} s"
-                )
+                summary = f"median {median(times):.3f} s, p95 {percentile(times, 95):.3f} s, maximum {max(times):.3f} s"
+                lines.append(f"{name}: {summary}")
         return "\n".join([*lines, *dict.fromkeys(self.failures)])
 
 
@@ -64,29 +77,29 @@ def percentile(values: Sequence[float], share: float) -> float:
 
 
 class Visitor:
-    """One browser, as far as the server can tell."""
+    """The requests of one browser."""
 
-    def __init__(self, client: httpx.AsyncClient, url: str, events: dict[str, int], name: str):
+    def __init__(self, client: "httpx.AsyncClient", url: str, events: dict[str, int], name: str):
         self.client, self.url, self.events, self.name = client, url.rstrip("/"), events, name
 
     @staticmethod
-    async def events_of(client: httpx.AsyncClient, url: str) -> dict[str, int]:
-        """Numbers of the page's events by name."""
+    async def events_of(client: "httpx.AsyncClient", url: str) -> dict[str, int]:
+        """Numbers of the events of the page by name."""
         page = (await client.get(f"{url.rstrip('/')}/config")).json()
         return {str(event["api_name"]): int(event["id"]) for event in page["dependencies"]}
 
-    async def ask(self, wanted: Sequence[tuple[str, list[Any]]]) -> list[tuple[float, Any]]:
-        """Start several events together and wait for all: seconds and answer of each; an error raises RuntimeError."""
-        # a session of its own a round: the server closes the stream when its session has nothing left to say
-        session, began = f"{self.name}-{random.getrandbits(48):x}", time.perf_counter()
+    async def ask(self, requests: Sequence[tuple[str, list[Any]]]) -> list[tuple[float, Any]]:
+        """Send several events with their data together and wait for all: seconds and answer of each."""
+        # each round has its own session: the server closes the stream when all answers of a session are sent
+        session, start = f"{self.name}-{random.getrandbits(48):x}", time.perf_counter()
         waiting: dict[str, int] = {}
-        for place, (event, data) in enumerate(wanted):
+        for place, (event, data) in enumerate(requests):
             body = {"data": data, "fn_index": self.events[event], "session_hash": session, "trigger_id": None}
             joined = await self.client.post(f"{self.url}/gradio_api/queue/join", json=body)
             if joined.status_code != 200:
                 raise RuntimeError(f"{event}: refused with {joined.status_code}, {joined.text[:200]}")
             waiting[joined.json()["event_id"]] = place
-        found: dict[int, tuple[float, Any]] = {}
+        answers: dict[int, tuple[float, Any]] = {}
         stream = self.client.stream("GET", f"{self.url}/gradio_api/queue/data", params={"session_hash": session})
         async with stream as lines:
             async for line in lines.aiter_lines():
@@ -96,67 +109,60 @@ class Visitor:
                 if message.get("msg") == "process_completed" and message.get("event_id") in waiting:
                     place = waiting[message["event_id"]]
                     if not message["success"]:
-                        raise RuntimeError(f"{wanted[place][0]}: {(message.get('output') or {}).get('error')}")
-                    found[place] = time.perf_counter() - began, message["output"]["data"]
-                    if len(found) == len(waiting):
-                        return [found[k] for k in range(len(wanted))]
-        raise RuntimeError("the stream ended before the answer came")
-
-
-async def _visit(visitor: Visitor, model: str, channels: int, images: int, every: float, until: float, load: Load) -> None:
-    chance = random.Random(visitor.name)
-    image = f"example-{chance.randrange(images)}"
-    await asyncio.sleep(chance.uniform(0, every))  # people do not move in step
-    while time.perf_counter() < until:
-        began = time.perf_counter()
-        chosen = [model, image, chance.randrange(1, channels), ["vanilla", "deconv"], "", "predicted", "exact", "row"]
-        try:
-            answers = await asyncio.wait_for(visitor.ask([(event, chosen) for event in EVENTS]), PATIENCE)
-        except (TimeoutError, RuntimeError, httpx.HTTPError) as error:
-            load.failures.append(f"{type(error).__name__}: {error}")
-        else:
-            load.quick.append(answers[0][0])
-            load.whole.append(max(seconds for seconds, _ in answers))
-        await asyncio.sleep(max(0.0, every - (time.perf_counter() - began)))
+                        raise RuntimeError(f"{requests[place][0]}: {(message.get('output') or {}).get('error')}")
+                    answers[place] = time.perf_counter() - start, message["output"]["data"]
+                    if len(answers) == len(waiting):
+                        return [answers[k] for k in range(len(requests))]
+        raise RuntimeError("the stream ended before the answer arrived")
 
 
 async def visit(url: str, model: str, channels: int, images: int, visitors: int, seconds: float, every: float) -> Load:
-    """So many visitors, each moving the split every so many seconds.
+    """Let visitors move the split at a regular interval, on this machine alone."""
+    import httpx
 
-    Raises:
-        ValueError: for an address that is not on this machine.
-    """
+    from eigengrain.explorer.server import is_loopback
+
     if not is_loopback(urlsplit(url).hostname or ""):
-        raise ValueError(f"only this machine is put under load, got {url}")
+        raise ArgumentError("url", "must be on this machine", url)
     load = Load([], [], [])
+
+    async def move(visitor: Visitor) -> None:
+        chance = random.Random(visitor.name)
+        image = f"example-{chance.randrange(images)}"
+        await asyncio.sleep(chance.uniform(0, every))  # visitors do not move at the same time
+        while time.perf_counter() < until:
+            start = time.perf_counter()
+            choice = [model, image, chance.randrange(1, channels), ["vanilla", "deconv"], "", "predicted", "exact", "row"]
+            try:
+                answers = await asyncio.wait_for(visitor.ask([(event, choice) for event in EVENTS]), TIMEOUT)
+            except (TimeoutError, RuntimeError, httpx.HTTPError) as error:
+                load.failures.append(f"{type(error).__name__}: {error}")
+            else:
+                load.quick.append(answers[0][0])
+                load.whole.append(max(seconds for seconds, _ in answers))
+            await asyncio.sleep(max(0.0, every - (time.perf_counter() - start)))
+
     limits = httpx.Limits(max_connections=2 * visitors + 8)
-    async with httpx.AsyncClient(timeout=PATIENCE, limits=limits, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=TIMEOUT, limits=limits, trust_env=False) as client:
         events = await Visitor.events_of(client, url)
         until = time.perf_counter() + seconds
-        people = [Visitor(client, url, events, f"visitor{number}") for number in range(visitors)]
-        await asyncio.gather(*(_visit(person, model, channels, images, every, until, load) for person in people))
+        await asyncio.gather(*(move(Visitor(client, url, events, f"visitor{number}")) for number in range(visitors)))
     return load
 
 
-def main() -> int:
-    """Measure and print; 1 if anything failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--checkpoint", action="append", default=[], help="folder of a model; the demo's by default")
-    parser.add_argument("--visitors", type=int, default=50)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=3.0, help="seconds between two moves of a visitor")
-    options = parser.parse_args()
-    lenses = open_lenses(Explore(options.checkpoint))
-    lens = next(iter(lenses.values()))
-    images = min(20, len(lens.images))
-    with Server(lenses) as server:
-        measured = asyncio.run(
-            visit(server.url, lens.name, lens.channels, images, options.visitors, options.seconds, options.every)
-        )
-    print(f"{options.visitors} visitors, a move every {options.every:g} s each, for {options.seconds:g} s")
-    print(measured)
-    return 1 if measured.failures else 0
+def run(config: ExplorerLoad) -> int:
+    """``python -m benchmarks explorer_load``; 1 if anything failed."""
+    from eigengrain.explorer.opening import open_sessions
+    from eigengrain.explorer.server import Server
 
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+    sessions = open_sessions(config.checkpoint)
+    session = next(iter(sessions.values()))
+    images = min(20, len(session.images))
+    with Server(sessions) as server:
+        visits = visit(server.url, session.name, session.channels, images, config.visitors, config.seconds, config.every)
+        load = asyncio.run(visits)
+    console = output.console()
+    console.print(f"{config.visitors} visitors, a move every {config.every:g} s each, for {config.seconds:g} s")
+    console.print(str(load), markup=False)
+    output.result(load, [load])
+    return 1 if load.failures else 0

@@ -1,45 +1,34 @@
-"""Time and memory of every way from features to the square root of their covariance, and how layers are measured."""
+"""Time and memory of every square root of a covariance, and how the time of the SEB layer grows with its input."""
 
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from math import inf
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import product
+from pathlib import Path
 from statistics import median
-from typing import TypeVar
+from typing import Literal
 
+import pandas as pd
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks.config import FunctionalBench, warmup_runs
-from benchmarks.memory import peak_bytes, saved_bytes
+from benchmarks import measure
+from benchmarks.measure import Advance, Case, Layer, Row, as_list, ignore
 from eigengrain import functional as F
-from eigengrain import output
 from eigengrain.environment import describe, pick_device
-from eigengrain.errors import UnknownName
-from eigengrain.files import writable, write_csv
-from eigengrain.functional import autotune
-from eigengrain.functional._cuda import graphs as _graphs
-from eigengrain.progress import progress_bar
+from eigengrain.errors import ArgumentError, FileError
+from eigengrain.files import writable
 
-Layer = Callable[[Tensor], Tensor]
-Row = dict[str, str | int | float | None]
-T = TypeVar("T")
-
-#: what times are divided by in the column of ratios
+#: method that times are divided by in the column of ratios
 REFERENCE = "newton_schulz"
+SIZES = ("batch", "channels", "positions")
 
 
-def _seb(solver: str) -> Layer:
-    return lambda x: F.sqrt_covariance(x, seb=True, solver=solver)
-
-
-#: name -> features (B, C, N) to matrices (B, C, C). The solvers of sqrt_covariance do more than the others: they are
-#: exact, and the Scaling Eigen Branch is on.
+#: name -> function from features (B, C, N) to matrices (B, C, C). The solvers of sqrt_covariance do more than the others:
+#: they are exact, and the Scaling Eigen Branch is on by default.
 METHODS: dict[str, Layer] = {
-    **{solver: _seb(solver) for solver in F.SOLVERS},
+    **{solver: partial(F.sqrt_covariance, seb=True, solver=solver) for solver in F.SOLVERS},
     "newton_schulz": lambda x: F.newton_schulz(F.covariance(x), 5),
     "isqrt_covariance": lambda x: F.isqrt_covariance(x, 5),
     "mpa_sqrt": lambda x: F.mpa_sqrt(F.covariance(x)),
@@ -47,8 +36,8 @@ METHODS: dict[str, Layer] = {
 }
 
 
-def solver_of(method: str, x: Tensor) -> str | None:
-    """The solver behind a method on these features: its own name, what ``auto`` takes, or None for an iteration.
+def solver_of(method: str, x: Tensor, seb: bool = True) -> str | None:
+    """The solver of a method for these features: its own name, the choice of ``auto``, or None for an iteration.
 
     Example:
         >>> x = torch.ones(1, 8, 5)
@@ -56,293 +45,243 @@ def solver_of(method: str, x: Tensor) -> str | None:
         ('gram', 'svd', None)
     """
     if method == "auto":
-        return autotune.fastest(x)
+        return F.choose_solver(x.device.type, x.shape[1], math.prod(x.shape[2:]), batch=x.shape[0], seb=seb)
     return method if method in F.SOLVERS else None
 
 
-def methods_for(channels: int, positions: int, wanted: list[str] | None = None) -> list[str]:
-    """Names of the methods that make sense for a size: the Gram matrix only where it is the smaller one.
+def methods_for(channels: int, positions: int, names: Sequence[str] | None = None) -> list[str]:
+    """Names of the methods that fit a size, and the reference: the Gram matrix only where it is the smaller one.
 
     Example:
         >>> methods_for(64, 196, ["eigh", "gram"])
         ['eigh', 'newton_schulz']
     """
-    for name in wanted or ():
-        if name not in METHODS:
-            raise UnknownName("method", name, METHODS)
-    names = [name for name in METHODS if wanted is None or name in wanted or name == REFERENCE]
-    return [name for name in names if name != "gram" or positions < channels]
+    measure.check_names("method", names or (), METHODS)
+    chosen = [name for name in METHODS if names is None or name in names or name == REFERENCE]
+    return [name for name in chosen if name != "gram" or positions < channels]
 
 
-# --- one layer, measured -----------------------------------------------------------------------------------------
-
-
-@dataclass
-class Case:
-    """One layer on one batch of features, ready to be run again and again.
+@dataclass(frozen=True)
+class FunctionalBench(measure.Bench):
+    """Measure the square roots of a covariance.
 
     Args:
-        layer: from features to the output.
-        x: features, which ask for their gradient.
-        grad: of the output.
-        state: parameters and buffers of the layer, which take no memory anew; gradients are made for the parameters.
+        batch: samples in a batch; several as [1,10].
+        channels: channels d, the size of the covariance; several as [64,256].
+        positions: positions N of the feature map; several as [196,784].
+        methods: methods to measure, such as [eigh,svd]; all by default. The reference of the ratios is always measured.
+        dtype: precision of the features.
+        seb: whether the solvers have the Scaling Eigen Branch.
     """
 
-    layer: Layer
-    x: Tensor
-    grad: Tensor
-    state: Sequence[Tensor] = ()
+    batch: list[int] | int = 10
+    channels: list[int] | int = field(default_factory=lambda: [64, 256])
+    positions: list[int] | int = field(default_factory=lambda: [196, 784])
+    methods: list[str] | None = None
+    dtype: Literal["float32", "float64", "float16", "bfloat16"] = "float32"
+    seb: bool = True
 
     def __post_init__(self) -> None:
-        self.sources = [self.x, *(tensor for tensor in self.state if tensor.requires_grad)]
-
-    def work(self) -> None:
-        torch.autograd.grad(self.layer(self.x), self.sources, self.grad)
-
-    def timed(self) -> tuple[float, float]:
-        """Seconds of the forward pass, and of both passes."""
-        synchronise(self.x.device)
-        start = time.perf_counter()
-        out = self.layer(self.x)
-        synchronise(self.x.device)
-        middle = time.perf_counter()
-        torch.autograd.grad(out, self.sources, self.grad)
-        synchronise(self.x.device)
-        return middle - start, time.perf_counter() - start
-
-    def memory(self) -> tuple[int | None, int | None]:
-        """Bytes: the peak of both passes, and what is kept between them; None where there is no room to find out.
-
-        What a recorded CUDA graph keeps for its replays comes on top.
-        """
-        with unrecorded():
-            try:
-                peak = peak_bytes(self.work, self.x, self.grad, *self.state)
-                return peak, saved_bytes(lambda: self.layer(self.x), self.x, *self.state)
-            except torch.OutOfMemoryError:  # beside the graphs that were recorded for the times
-                return None, None
+        super().__post_init__()
+        measure.check_sizes(self, "batch", "channels", "positions", "methods")
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """Nothing is replayed from a CUDA graph inside: a replay works in memory of the graph's own, which no peak shows."""
-    recordable = _graphs._recordable
-    _graphs._recordable = lambda tensor: False
-    try:
-        yield
-    finally:
-        _graphs._recordable = recordable
-
-
-def synchronise(device: torch.device) -> None:
-    """Wait until everything that was asked of a device is done."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
-
-
-def in_turn(
-    works: Mapping[str, Callable[[], T]],
-    *,
-    repeats: int,
-    warmup: int,
-    advance: Callable[[str], None] = lambda name: None,
-) -> dict[str, list[T]]:
-    """What each piece of work returns, again and again. They take turns, so that a disturbance meets them all.
-
-    Args:
-        works: by name.
-        repeats: results of each.
-        warmup: runs before them, whose results are dropped.
-        advance: called with the name after each run.
-
-    Returns:
-        lists of results by name; an empty one for work that needs more memory than the device has.
-
-    Example:
-        >>> log = []
-        >>> in_turn({"a": lambda: log.append("a"), "b": lambda: log.append("b")}, repeats=1, warmup=1), "".join(log)
-        ({'a': [None], 'b': [None]}, 'abab')
-    """
-    results: dict[str, list[T]] = {name: [] for name in works}
-    too_large: set[str] = set()
-    for turn in range(warmup + repeats):
-        for name, work in works.items():
-            if name not in too_large:
-                try:
-                    result = work()
-                except torch.OutOfMemoryError:
-                    too_large.add(name)
-                    results[name].clear()
-                else:
-                    if turn >= warmup:
-                        results[name].append(result)
-                if name in too_large:  # outside the handler, which still holds the tensors
-                    torch.cuda.empty_cache()
-            advance(name)
-    return results
-
-
-def figures(
-    cases: Mapping[str, Case],
-    reference: str,
-    *,
-    repeats: int,
-    warmup: int,
-    advance: Callable[[str], None] = lambda name: None,
-) -> dict[str, Row]:
-    """The measured columns of each case: times in milliseconds, the ratio to the reference, MiB.
-
-    All of them are None for a case that needs more memory than the device has.
-
-    Args:
-        cases: by name, measured in turn.
-        reference: name of the case that times are divided by.
-        repeats, warmup, advance: as in :func:`in_turn`; ``advance`` is called once more when memory has been measured.
-    """
-    seconds = in_turn({name: case.timed for name, case in cases.items()}, repeats=repeats, warmup=warmup, advance=advance)
-    forward = {name: 1e3 * median(f for f, _ in runs) for name, runs in seconds.items() if runs}
-    both = {name: 1e3 * median(b for _, b in runs) for name, runs in seconds.items() if runs}
-    found: dict[str, Row] = {}
-    for name, case in cases.items():
-        peak, saved = case.memory() if name in both else (None, None)
-        ratio = both[name] / both[reference] if name in both and reference in both else None
-        found[name] = {
-            "forward_ms": _rounded(forward.get(name)),
-            "forward_backward_ms": _rounded(both.get(name)),
-            f"ratio_to_{reference}": _rounded(ratio),
-            "peak_mib": mebibytes(peak),
-            "saved_mib": mebibytes(saved),
-        }
-        advance(name)
-    return found
-
-
-def _rounded(value: float | None) -> float | None:
-    return None if value is None else round(value, 4)
-
-
-def mebibytes(count: int | None) -> float | None:
-    return None if count is None else round(count / 2**20, 4)
-
-
-def short(value: str | float | None) -> str:
-    """A number in three figures, for tables.
-
-    Example:
-        >>> short(0.0123456), short(1234.5), short(None)
-        ('0.0123', '1234', '–')
-    """
-    if value is None:
-        return "–"
-    return f"{float(value):.3g}" if float(value) < 100 else f"{float(value):.0f}"
-
-
-# --- the benchmark -----------------------------------------------------------------------------------------------
-
-
-def random_case(shape: tuple[int, int, int], layer: Layer, device: torch.device, dtype: torch.dtype, seed: int) -> Case:
-    """A layer from features (batch, channels, positions) to matrices, on random features."""
-    batch, d, _ = shape
-    generator = torch.Generator().manual_seed(seed)
-    # rectified, as behind a ReLU
-    x = torch.randn(shape, generator=generator).relu().to(device, dtype).requires_grad_()
-    out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    return Case(layer, x, torch.randn(batch, d, d, generator=generator).to(device, out_dtype))
-
-
-def measure(
-    shape: tuple[int, int, int],
-    names: list[str],
-    *,
-    repeats: int,
-    warmup: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    seed: int = 0,
-    advance: Callable[[str], None] = lambda name: None,
+def measure_methods(
+    shape: tuple[int, int, int], names: list[str], config: FunctionalBench, device: torch.device, advance: Advance = ignore
 ) -> list[Row]:
-    """Measure methods on features of one shape, in turn.
-
-    Args:
-        shape: (batch, channels, positions).
-        names: keys of ``METHODS``, the reference among them.
-        advance: called with the method's name after each run.
-
-    Returns:
-        a row a method: milliseconds forward and forward with backward, the ratio to the reference, MiB.
-    """
-    batch, d, n = shape
-    first = random_case(shape, METHODS[names[0]], device, dtype, seed)
-    cases = {name: replace(first, layer=METHODS[name]) for name in names}
-    found = figures(cases, REFERENCE, repeats=repeats, warmup=warmup, advance=advance)
-    size: Row = {"batch": batch, "channels": d, "positions": n}
-    end: Row = {"features": str(dtype).removeprefix("torch."), "repeats": repeats}
-    rows: list[Row] = []
-    for name in names:
-        solver = None if found[name]["forward_ms"] is None else solver_of(name, first.x)
-        rows.append(size | {"method": name, "solver": solver} | found[name] | end)
-    return rows
-
-
-def by_time(row: Row) -> float:
-    """For sorting: rows without a time last."""
-    return float(inf if row["forward_backward_ms"] is None else row["forward_backward_ms"])
-
-
-def table(rows: list[Row]) -> Table:
-    """The rows for reading: fastest first within each size."""
-    view = Table(
-        title="from features to the root of their covariance",
-        caption=f"medians; ratio: of forward + backward to {REFERENCE}; peak: forward + backward; saved: kept between them",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("B × d × N", "method"):
-        view.add_column(heading, no_wrap=True)
-    for heading in ("fwd ms", "+ bwd ms", "ratio", "peak MiB", "saved MiB"):
-        view.add_column(heading, no_wrap=True, justify="right")
-    sizes = list(dict.fromkeys((r["batch"], r["channels"], r["positions"]) for r in rows))
-    for size in sizes:
-        here = [r for r in rows if (r["batch"], r["channels"], r["positions"]) == size]
-        here.sort(key=by_time)
-        for place, r in enumerate(here):
-            numbers = (r["forward_ms"], r["forward_backward_ms"], r[f"ratio_to_{REFERENCE}"], r["peak_mib"], r["saved_mib"])
-            method = f"auto ({r['solver']})" if r["method"] == "auto" else str(r["method"])
-            view.add_row("" if place else " × ".join(map(str, size)), method, *map(short, numbers))
-        view.add_section()
-    return view
+    """Measure methods, including the reference, on features (batch, channels, positions) in turn; one row per method."""
+    branch = {name: config.seb and name in F.SOLVERS for name in names}
+    layers = {name: METHODS[name] for name in names}
+    layers |= {name: partial(F.sqrt_covariance, seb=config.seb, solver=name) for name in names if name in F.SOLVERS}
+    first = measure.random_case(shape, layers[names[0]], device, getattr(torch, config.dtype), config.seed)
+    cases = {name: replace(first, layer=layer) for name, layer in layers.items()}
+    figures = measure.time_and_memory(cases, REFERENCE, repeats=config.repeats, warmup=config.runs(device), advance=advance)
+    return [
+        {
+            **dict(zip(SIZES, shape, strict=True)),
+            "method": name,
+            "solver": None if figures[name]["forward_ms"] is None else solver_of(name, first.x, branch[name]),
+            "seb": "yes" if branch[name] else "no",
+            **figures[name],
+            "features": config.dtype,
+            "repeats": config.repeats,
+        }
+        for name in names
+    ]
 
 
 def run(config: FunctionalBench) -> None:
-    """``eigengrain bench functional``."""
+    """``python -m benchmarks functional``."""
     device = pick_device(config.device)
-    warmup = warmup_runs(config.warmup, device.type)
-    plan = [(shape, methods_for(*shape[1:], config.methods)) for shape in config.shapes]
-    path = writable(config.out or f"benchmarks/functional-{device.type}.csv")
-    console = output.reading()
+    shapes = product(as_list(config.batch), as_list(config.channels), as_list(config.positions))
+    plan = [(shape, methods_for(*shape[1:], config.methods)) for shape in shapes]
+    path = config.path("functional", device)
     rows: list[Row] = []
-    with progress_bar() as progress:
-        total = sum(len(names) for _, names in plan) * (warmup + config.repeats + 1)
-        task = progress.add_task("measuring", total=total)
+    with measure.progress(sum(len(names) for _, names in plan) * (config.runs(device) + config.repeats + 1)) as advance:
         for shape, names in plan:
-            size = "×".join(map(str, shape))
-            rows += measure(
-                shape,
-                names,
-                repeats=config.repeats,
-                warmup=warmup,
-                device=device,
-                dtype=getattr(torch, config.dtype),
-                seed=config.seed,
-                advance=lambda name, size=size: progress.update(  # type: ignore[misc]
-                    task, advance=1, description=f"{size} {name}"
-                ),
-            )
-    environment = describe(device)
-    write_csv(path, [{**row, **environment} for row in rows])
-    console.print(table(rows))
-    console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True, markup=False)
-    output.result({"rows": rows, "environment": environment, "files": [path]}, [path])
+            rows += measure_methods(shape, names, config, device, advance)
+    measure.save(path, rows, device)
+    numbers = ("forward_ms", "forward_backward_ms", f"ratio_to_{REFERENCE}", "peak_mib", "saved_mib")
+    measure.finish({"rows": rows}, [path], device, measure.format_table(rows, (*SIZES, "method", "solver", *numbers)))
+
+
+@dataclass(frozen=True)
+class GrowthBench(measure.Bench):
+    """Measure how the time of the SEB layer grows with the batch and with the channels.
+
+    Args:
+        batch: batch sizes, with the channels of --at_channels.
+        channels: numbers of channels d, with the batch of --at_batch.
+        at_batch: the batch while the channels grow.
+        at_channels: the channels while the batch grows.
+        positions: positions N of the feature map; for as many channels or more, the smallest square above the channels.
+        methods: methods to measure, as for functional.
+        limit: time limit of a run in seconds. A method that exceeds it is not measured on larger sizes.
+        redraw: measure nothing and draw the chart again from the CSV file --out; the device need not be present.
+    """
+
+    batch: list[int] | int = field(default_factory=lambda: [1, 2, 4, 8, 16, 32, 64, 128, 256, 512])
+    channels: list[int] | int = field(default_factory=lambda: [64, 128, 256, 512, 1024])
+    at_batch: int = 32
+    at_channels: int = 256
+    positions: int = 784
+    methods: list[str] = field(default_factory=lambda: ["auto", "eigh", "products"])
+    limit: float = 2.0
+    redraw: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        measure.check_sizes(self, *SIZES, "at_batch", "at_channels", "methods")
+        if not self.limit > 0:
+            raise ArgumentError("limit", "must be above 0", self.limit)
+
+    @property
+    def sweeps(self) -> dict[str, list[tuple[int, int, int]]]:
+        """The shapes (batch, channels, positions) of each sweep, in ascending order; every covariance has full rank.
+
+        Example:
+            >>> GrowthBench(batch=[2, 1], channels=[8, 16], at_channels=8, at_batch=4, positions=16).sweeps
+            {'batch': [(1, 8, 16), (2, 8, 16)], 'channels': [(4, 8, 16), (4, 16, 25)]}
+        """
+        batches = [(batch, self.at_channels) for batch in sorted(set(as_list(self.batch)))]
+        channels = [(self.at_batch, d) for d in sorted(set(as_list(self.channels)))]
+        sweeps = {"batch": batches, "channels": channels}
+        return {
+            s: [(b, d, measure.full_rank_positions(d, self.positions)) for b, d in sizes] for s, sizes in sweeps.items()
+        }
+
+
+def growth_methods(names: Sequence[str]) -> list[str]:
+    """Names of the methods, each once, without the Gram matrix, which is not smaller at full rank."""
+    methods = [name for name in measure.check_names("method", names, METHODS) if name != "gram"]
+    if not methods:
+        raise ArgumentError("methods", "must contain a method other than gram, which has no part at full rank", names)
+    return methods
+
+
+def time_within(cases: dict[str, Case], *, repeats: int, warmup: int, limit: float) -> dict[str, list[tuple[float, float]]]:
+    """Seconds of the forward pass and of both passes by method: as many runs, in turn, as fit into a limit in seconds.
+
+    The last run of the warm-up, at least one, tells how many fit, and is the result if none does. The list of a method that
+    runs out of memory is empty.
+    """
+    works = {name: case.timed for name, case in cases.items()}
+    rehearsal = measure.take_turns(works, repeats=1, warmup=max(warmup - 1, 0))
+    count = {name: int(min(repeats, limit / runs[0][1])) if runs else 0 for name, runs in rehearsal.items()}
+    times = {name: [] if count[name] else runs for name, runs in rehearsal.items()}
+    for turn in range(max(count.values())):
+        again = measure.take_turns({name: works[name] for name in works if count[name] > turn}, repeats=1, warmup=0)
+        for name, runs in again.items():
+            times[name] += runs
+    return times
+
+
+def measure_growth(config: GrowthBench, device: torch.device, advance: Advance = ignore) -> list[Row]:
+    """Measure both sweeps; a method leaves a sweep after the first size on which a run exceeds the limit."""
+    warmup = config.runs(device)
+    rows: list[Row] = []
+    for sweep, shapes in config.sweeps.items():
+        names = growth_methods(config.methods)
+        for shape in shapes:
+            if names:
+                # one run more for the very first size, which loads libraries
+                new = _measure_size(shape, names, config, warmup if rows else warmup + 1, device)
+                rows += [{"sweep": sweep, **row} for row in new]
+                names = [row["method"] for row in new if row["forward_backward_ms"] <= 1e3 * config.limit]
+            advance(" × ".join(map(str, shape)))
+    return rows
+
+
+def _measure_size(
+    shape: tuple[int, int, int], names: list[str], config: GrowthBench, warmup: int, device: torch.device
+) -> list[Row]:
+    """One row per method that fits into memory."""
+    try:
+        first = measure.random_case(shape, METHODS[names[0]], device, torch.float32, config.seed)
+    except torch.OutOfMemoryError:
+        return []
+    cases = {name: replace(first, layer=METHODS[name]) for name in names}
+    times = time_within(cases, repeats=config.repeats, warmup=warmup, limit=config.limit)
+    return [
+        {
+            **dict(zip(SIZES, shape, strict=True)),
+            "method": name,
+            "solver": solver_of(name, first.x),
+            "forward_ms": round(1e3 * median(f for f, _ in runs), 4),
+            "forward_backward_ms": round(1e3 * median(b for _, b in runs), 4),
+            "repeats": len(runs),
+        }
+        for name, runs in times.items()
+        if runs
+    ]
+
+
+def growth_table(rows: list[Row]) -> str:
+    """Milliseconds of both passes: one line per size, one column per method, and the choice of auto."""
+    frame = pd.DataFrame(rows)
+    size = ["sweep", *SIZES]
+    wide = frame.pivot_table("forward_backward_ms", size, "method", sort=False)[list(dict.fromkeys(frame["method"]))]
+    choice = frame[frame["method"] == "auto"].set_index(size)["solver"].rename("choice of auto")
+    lines = wide.join(choice).reset_index()
+    return measure.format_table(lines.to_dict("records"), list(lines.columns))
+
+
+#: columns of the CSV file that table and chart need, with their types
+COLUMNS = {
+    **dict.fromkeys(("sweep", "method", "solver", "device_name"), "str"),
+    **dict.fromkeys(SIZES, "int64"),
+    **dict.fromkeys(("forward_ms", "forward_backward_ms"), "float64"),
+}
+
+
+def read_growth(path: Path) -> list[Row]:
+    """Read a file of this benchmark."""
+    try:
+        rows: list[Row] = pd.read_csv(path, keep_default_na=False)[list(COLUMNS)].astype(COLUMNS).to_dict("records")
+    except (OSError, KeyError, ValueError) as error:
+        raise FileError(path, f"it is not a file of the growth benchmark: {error}") from error
+    return rows
+
+
+def run_growth(config: GrowthBench) -> None:
+    """``python -m benchmarks growth``."""
+    from benchmarks.charts import draw_growth
+
+    growth_methods(config.methods)  # before a file is made
+    if config.redraw:  # no device is opened: the file may come from another machine
+        kind = pick_device("auto").type if config.device == "auto" else config.device.partition(":")[0]
+        path = Path(config.out or f"benchmarks/growth-{kind}.csv")
+        rows, picture = read_growth(path), writable(path.with_suffix(".png"))
+        draw_growth(rows, rows[0]["device_name"], picture)
+        measure.finish({"rows": rows}, [picture], torch.device("cpu"), growth_table(rows))
+        return
+    device = pick_device(config.device)
+    path = config.path("growth", device)
+    picture = writable(path.with_suffix(".png"))
+    with measure.progress(sum(map(len, config.sweeps.values()))) as advance:
+        rows = measure_growth(config, device, advance)
+    if not rows:
+        raise ArgumentError("batch", "needs more memory than the device has, even at its smallest", config.batch)
+    measure.save(path, rows, device)
+    draw_growth(rows, str(describe(device)["device_name"]), picture)
+    measure.finish({"rows": rows}, [path, picture], device, growth_table(rows))

@@ -1,44 +1,45 @@
 """Time and memory of every head on one feature map."""
 
-from collections.abc import Callable, Iterable
-from importlib.util import find_spec
+import math
+from dataclasses import dataclass
+from typing import Literal
 
 import torch
-from rich import box
-from rich.table import Table
 
-from benchmarks.config import HeadsBench, warmup_runs
-from benchmarks.functional import Case, Row, by_time, figures, short, solver_of
-from eigengrain import output
-from eigengrain.environment import describe, pick_device
-from eigengrain.errors import UnknownName
-from eigengrain.files import writable, write_csv
+from benchmarks import measure
+from benchmarks.functional import solver_of
+from benchmarks.measure import Advance, Case, Row, ignore
+from eigengrain.environment import pick_device
 from eigengrain.heads import CovarianceHead, Head, create_head, list_heads
-from eigengrain.progress import progress_bar
 
 
-def known_heads(names: Iterable[str]) -> list[str]:
-    """Names of heads, each once.
+@dataclass(frozen=True)
+class HeadsBench(measure.Bench):
+    """Measure heads on one feature map.
 
-    Raises:
-        ValueError: for a head that there is not.
-
-    Example:
-        >>> known_heads(["mpncov", "gap", "mpncov"])
-        ['mpncov', 'gap']
+    Args:
+        heads: heads to measure, such as [gap,mpncov+seb]; all by default. The reference is always measured.
+        batch: feature maps in a batch; 4 on the CPU and 32 elsewhere by default.
+        channels: channels of the feature map.
+        side: side of the square feature map: 28 is the map of a ResNet with last_stride=1 at 448 pixels.
+        reference: head that times are divided by in the column of ratios.
+        dtype: precision of the feature map.
     """
-    once = list(dict.fromkeys(names))
-    for name in once:
-        if name not in list_heads():
-            raise UnknownName("head", name, list_heads())
-    return once
+
+    heads: list[str] | None = None
+    batch: int | None = None
+    channels: int = 256
+    side: int = 28
+    reference: str = "isqrt"
+    dtype: Literal["float32", "float64", "float16", "bfloat16"] = "float32"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        measure.check_sizes(self, "batch", "channels", "side", "heads")
 
 
-def build(names: list[str], channels: int, device: torch.device, dtype: torch.dtype, seed: int = 0) -> dict[str, Head]:
-    """Heads with their default options, in training mode, the same ones for the same seed.
-
-    Parameters stay in float32 for 16-bit features, as in mixed precision.
-    """
+def build_heads(names: list[str], channels: int, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Head]:
+    """Heads with default options; parameters stay in float32 for 16-bit features, as in mixed precision."""
     parameters = torch.float64 if dtype == torch.float64 else torch.float32
     heads = {}
     with torch.random.fork_rng(devices=[]):
@@ -48,120 +49,50 @@ def build(names: list[str], channels: int, device: torch.device, dtype: torch.dt
     return heads
 
 
-def _solver(head: Head, x: torch.Tensor) -> str | None:
-    """Which solver takes the square root, if a covariance head has one."""
-    if not isinstance(head, CovarianceHead) or head.normalise != "sqrt":
-        return None
-    return solver_of(head.solver, x)
-
-
-def measure(
-    shape: tuple[int, int, int, int],
-    names: list[str],
-    reference: str,
-    *,
-    repeats: int,
-    warmup: int,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-    advance: Callable[[str], None] = lambda name: None,
-) -> list[Row]:
-    """Measure heads on one random feature map, in turn; the backward pass is that to the map and to the parameters.
-
-    Args:
-        shape: (batch, channels, height, width).
-        names: of registered heads, the reference among them.
-        advance: called with the head's name after each run.
-
-    Returns:
-        a row a head: length of the vector, milliseconds forward and forward with backward, ratio to the reference, MiB.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator).relu().to(device, dtype).requires_grad_()  # as behind a ReLU
+def measure_heads(names: list[str], config: HeadsBench, device: torch.device, advance: Advance = ignore) -> list[Row]:
+    """Measure heads, including the reference, on one random map in turn, with gradients of map and parameters."""
+    config = measure.fill(config, {"batch": (4, 32)}, device)
+    shape, dtype = (config.batch or 0, config.channels, config.side, config.side), getattr(torch, config.dtype)
+    generator = torch.Generator().manual_seed(config.seed)
+    x = torch.randn(shape, generator=generator).relu().to(device, dtype).requires_grad_()  # as after a ReLU
     out_dtype = torch.float64 if dtype == torch.float64 else torch.float32
-    heads = build(names, shape[1], device, dtype, seed)
+    heads = build_heads(names, config.channels, device, dtype, config.seed)
     cases = {}
     for name, head in heads.items():
         grad = torch.randn(shape[0], head.out_features, generator=generator).to(device, out_dtype)
         cases[name] = Case(head, x, grad, [*head.parameters(), *head.buffers()])
-    found = figures(cases, reference, repeats=repeats, warmup=warmup, advance=advance)
-    size: Row = dict(zip(("batch", "channels", "height", "width"), shape, strict=True))
-    end: Row = {"features": str(dtype).removeprefix("torch."), "repeats": repeats}
-    rows: list[Row] = []
-    for name, head in heads.items():
-        about: Row = {
+    warmup = config.runs(device)
+    figures = measure.time_and_memory(cases, config.reference, repeats=config.repeats, warmup=warmup, advance=advance)
+
+    def solver(name: str, head: Head) -> str | None:
+        if figures[name]["forward_ms"] is None or not isinstance(head, CovarianceHead) or head.normalise != "sqrt":
+            return None
+        return solver_of(head.solver, x, head.seb)
+
+    return [
+        {
+            **dict(zip(("batch", "channels", "height", "width"), shape, strict=True)),
             "head": name,
             "vector": head.out_features,
             "parameters": sum(parameter.numel() for parameter in head.parameters()),
-            "solver": None if found[name]["forward_ms"] is None else _solver(head, x),
+            "solver": solver(name, head),
+            **figures[name],
+            "features": config.dtype,
+            "repeats": config.repeats,
         }
-        rows.append(size | about | found[name] | end)
-    return rows
-
-
-def table(rows: list[Row], reference: str) -> Table:
-    """The rows for reading, fastest first."""
-    size = " × ".join(str(rows[0][part]) for part in ("batch", "channels", "height", "width"))
-    view = Table(
-        title=f"heads on a feature map of {size}",
-        caption=f"medians; ratio: of forward + backward to {reference}; peak: forward + backward; saved: kept between "
-        "them; –: the device's memory is too small",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    view.add_column("head", no_wrap=True)
-    for heading in ("vector", "fwd ms", "+ bwd ms", "ratio", "peak MiB", "saved MiB"):
-        view.add_column(heading, no_wrap=True, justify="right")
-    for row in sorted(rows, key=by_time):
-        numbers = ("forward_ms", "forward_backward_ms", f"ratio_to_{reference}", "peak_mib", "saved_mib")
-        view.add_row(label(row), str(row["vector"]), *(short(row[number]) for number in numbers))
-    return view
-
-
-def label(row: Row) -> str:
-    """The head's name, and the solver that it took.
-
-    Example:
-        >>> label({"head": "gap", "solver": None}), label({"head": "mpncov", "solver": "eigh"})
-        ('gap', 'mpncov (eigh)')
-    """
-    return f"{row['head']} ({row['solver']})" if row["solver"] else str(row["head"])
+        for name, head in heads.items()
+    ]
 
 
 def run(config: HeadsBench) -> None:
-    """``eigengrain bench heads``."""
+    """``python -m benchmarks heads``."""
     device = pick_device(config.device)
-    names = known_heads([*(config.heads or list_heads()), config.reference])
-    path = writable(config.out or f"benchmarks/heads-{device.type}.csv")
-    picture = writable(path.with_suffix(".png"))
-    warmup = warmup_runs(config.warmup, device.type)
-    console = output.reading()
-    with progress_bar() as progress:
-        task = progress.add_task("measuring", total=len(names) * (warmup + config.repeats + 1))
-        rows = measure(
-            config.shape(device.type),
-            names,
-            config.reference,
-            repeats=config.repeats,
-            warmup=warmup,
-            device=device,
-            dtype=getattr(torch, config.dtype),
-            seed=config.seed,
-            advance=lambda name: progress.update(task, advance=1, description=name),
-        )
-    environment = describe(device)
-    write_csv(path, [{**row, **environment} for row in rows])
-    console.print(table(rows, config.reference))
-    console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {path}", soft_wrap=True, markup=False)
-    files = [path]
-    if find_spec("matplotlib"):
-        from benchmarks.chart import draw_heads
-
-        draw_heads(rows, config.reference, str(environment["device_name"]), picture)
-        console.print(f"drawn to {picture}", soft_wrap=True, markup=False)
-        files.append(picture)
-    else:
-        console.print("no chart without matplotlib: pip install 'eigengrain[explain]'", markup=False)
-    output.result({"rows": rows, "environment": environment, "files": files}, files)
+    names = measure.check_names("head", [*(config.heads or list_heads()), config.reference], list_heads())
+    path = config.path("heads", device)
+    with measure.progress(len(names) * (config.runs(device) + config.repeats + 1)) as advance:
+        rows = measure_heads(names, config, device, advance)
+    measure.save(path, rows, device)
+    numbers = ("forward_ms", "forward_backward_ms", f"ratio_to_{config.reference}", "peak_mib", "saved_mib")
+    rows.sort(key=lambda row: row["forward_backward_ms"] or math.inf)
+    table = measure.format_table(rows, ("head", "vector", "solver", *numbers))
+    measure.finish({"rows": rows}, [path], device, table)

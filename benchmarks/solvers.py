@@ -1,219 +1,274 @@
-"""Eigensolvers beside torch's own, and what the solvers of the square root err by."""
+r"""Time of every eigensolver, and the error of every square root of a covariance and of its gradient.
 
-import time
+The features of the errors are composed of factors (:mod:`benchmarks.gradients`), so the reference needs no decomposition,
+and no solver is measured against another.
+"""
+
+import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from pathlib import Path
 from statistics import median
+from typing import Literal
 
 import torch
-from rich import box
-from rich.table import Table
 from torch import Tensor
 
-from benchmarks import accuracy
-from benchmarks.config import SolversBench, full_rank_positions
-from benchmarks.functional import Row, in_turn, short, synchronise
+from benchmarks import measure
+from benchmarks.functional import METHODS, solver_of
+from benchmarks.gradients import Factors, with_spectrum
+from benchmarks.measure import Advance, Layer, Row, as_list, ignore
 from eigengrain import functional as F
-from eigengrain import output
-from eigengrain.environment import describe, pick_device
-from eigengrain.files import writable, write_csv
+from eigengrain.environment import pick_device
+from eigengrain.errors import ArgumentError
+from eigengrain.files import writable
 from eigengrain.functional._cuda import cusolver
-from eigengrain.functional.eigen import _choose, decompose
-from eigengrain.progress import progress_bar
+from eigengrain.functional.eigen import choose_backend, decompose
+
+
+@dataclass(frozen=True)
+class SolversBench(measure.Bench):
+    """Time eigensolvers on random matrices and measure the errors of square roots on features with a known root.
+
+    Args:
+        batch: covariances in a batch for the eigensolvers; several as [32,128]. 4 on the CPU and 32 elsewhere by default.
+        channels: their size d; several as [256,512]. 128 on the CPU, 256 and 512 elsewhere by default.
+        dtypes: precisions in which they are decomposed.
+        condition: condition numbers κ(P) of the features with a known root; several as [1e6,1e10].
+        at_channels: channels of these features; 64 on the CPU and 256 elsewhere by default.
+        positions: their positions; several as [784,196]. If there are no more than channels, P is singular and κ is the
+            condition number of its eigenvalues above 0. 196 and 49 on the CPU, 784 and 196 elsewhere by default.
+        samples: samples of them in a batch; the largest error is reported.
+        svd_batch: the same for the singular value decomposition, which takes seconds on CUDA.
+        out: folder for eigensolvers-LABEL.csv and accuracy-LABEL.csv; benchmarks by default.
+        label: end of their names, such as h200; the type of the device by default.
+    """
+
+    batch: list[int] | int | None = None
+    channels: list[int] | int | None = None
+    dtypes: list[Literal["float32", "float64"]] = field(default_factory=lambda: ["float32", "float64"])
+    condition: list[float] | float = 1e10
+    at_channels: int | None = None
+    positions: list[int] | int | None = None
+    samples: int = 8
+    svd_batch: int = 2
+    label: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        measure.check_sizes(self, "batch", "channels", "at_channels", "positions", "samples", "svd_batch", "dtypes")
+        conditions = as_list(self.condition)
+        if not conditions or not all(math.isfinite(kappa) and kappa >= 1 for kappa in conditions):
+            raise ArgumentError("condition", "must be at least 1 and finite", self.condition)
+        # a condition number needs two eigenvalues above 0
+        if self.at_channels == 1:
+            raise ArgumentError("at_channels", "must be at least 2", self.at_channels)
+        if min(as_list(self.positions), default=3) < 3:
+            raise ArgumentError("positions", "must be at least 3", self.positions)
+        if self.label is not None and (not self.label or set(self.label) & set("/\\")):
+            raise ArgumentError("label", "must be a part of a file name", self.label, "choose the folder with {out}")
+
+
+#: on the CPU and elsewhere
+DEFAULTS = {"batch": (4, 32), "channels": (128, [256, 512]), "at_channels": (64, 256), "positions": ([196, 49], [784, 196])}
+
 
 Eigensolver = Callable[[Tensor], tuple[Tensor, Tensor]]  # (B, d, d) -> eigenvalues (B, d), eigenvectors in the columns
 
-#: what times are divided by in the column of ratios
+#: eigensolver that times are divided by in the column of ratios
 REFERENCE = "torch.linalg.eigh"
 
-#: of the feature maps whose covariances are decomposed, unless their channels reach it
+#: positions of the feature maps whose covariances are decomposed, unless there are as many channels
 POSITIONS = 784
 
 
-def backends_on(device: torch.device) -> list[str]:
-    """The backends of :func:`eigengrain.functional.eigh` that a device has, each under one name.
-
-    Example:
-        >>> backends_on(torch.device("cpu"))
-        ['torch']
-    """
-    here = {
-        "cusolver-batched": device.type == "cuda" and cusolver.available(),
-        "cpu": device.type != "cpu",  # where the CPU is the device, this is 'torch'
-    }
-    return [name for name in F.BACKENDS if name != "auto" and here.get(name, True)]
-
-
-def _backend(name: str) -> Eigensolver:
-    # below the public function, which decomposes in float64 whatever it is given
-    return lambda p: decompose(p, name)
-
-
 def eigensolvers_on(device: torch.device) -> dict[str, Eigensolver]:
-    """By name, the reference first."""
-    return {REFERENCE: torch.linalg.eigh} | {name: _backend(name) for name in backends_on(device)}
+    """The reference and the backends of :func:`eigengrain.functional.eigh` on a device, each under one name."""
+    available = {"cusolver-batched": device.type == "cuda" and cusolver.available(), "cpu": device.type != "cpu"}
+    names = [name for name in F.BACKENDS if name != "auto" and available.get(name, True)]
+    # in the precision of the matrix; the public function decomposes in float64
+    return {REFERENCE: torch.linalg.eigh} | {name: partial(decompose, backend=name) for name in names}
 
 
-def random_covariances(batch: int, d: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
-    """(batch, d, d) of full rank, from random features that are rectified as behind a ReLU."""
+#: iterative eigensolvers take longer if eigenvalues are far apart, so both kinds are timed
+MATRICES = ("covariance", "symmetric")
+
+
+def random_matrices(kind: str, batch: int, d: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
+    """Covariances of full rank of random features as after a ReLU, or symmetric matrices with independent entries."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(batch, d, full_rank_positions(d, POSITIONS), generator=generator).relu().to(device)
-    return F.covariance(x, dtype=torch.float64).to(dtype)
-
-
-def random_symmetric(batch: int, d: int, device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:
-    """(batch, d, d) with independent entries, whose eigenvalues spread evenly around 0, as no covariance's do."""
-    generator = torch.Generator().manual_seed(seed)
+    if kind == "covariance":
+        x = torch.randn(batch, d, measure.full_rank_positions(d, POSITIONS), generator=generator).relu().to(device)
+        return F.covariance(x, dtype=torch.float64).to(dtype)
     a = torch.randn(batch, d, d, generator=generator, dtype=torch.float64).to(device)
     return (a + a.mT).div_(2).to(dtype)
 
 
-#: an iterative eigensolver takes longer where eigenvalues are far apart, so both are timed
-MATRICES = {"covariance": random_covariances, "symmetric": random_symmetric}
+def worst_error(output: Tensor, exact: Tensor) -> float:
+    """The largest relative error of a sample in the Frobenius norm; infinite if anything is not finite.
 
-
-def _timed(work: Callable[[], object], device: torch.device) -> float:
-    """Seconds until everything is done."""
-    synchronise(device)
-    start = time.perf_counter()
-    work()
-    synchronise(device)
-    return time.perf_counter() - start
+    Example:
+        >>> worst_error(torch.tensor([[[1.0, 0.0]], [[0.0, 3.0]]]), torch.tensor([[[1.0, 0.0]], [[0.0, 2.0]]]))
+        0.5
+    """
+    error = torch.linalg.matrix_norm(output.double() - exact) / torch.linalg.matrix_norm(exact)
+    return float(torch.where(error.isfinite(), error, torch.inf).max())
 
 
 def residual(p: Tensor, solver: Eigensolver) -> float:
-    r"""The largest :math:`\|P - U \Lambda U^T\|_F/\|P\|_F` of a batch, taken in float64.
-
-    Example:
-        >>> residual(torch.ones(1, 1, 1), lambda p: (torch.ones(1, 1), 2 * p))
-        3.0
-    """
+    r"""The largest :math:`\|P - U \Lambda U^T\|_F/\|P\|_F` of a batch, in float64."""
     values, vectors = (part.double() for part in solver(p))
-    return accuracy.worst_error((vectors * values.unsqueeze(-2)) @ vectors.mT, p.double())
+    return worst_error((vectors * values.unsqueeze(-2)) @ vectors.mT, p.double())
 
 
-def measure(
-    batch: int,
-    d: int,
-    *,
-    repeats: int,
-    warmup: int,
-    device: torch.device,
-    dtype: torch.dtype,
-    kind: str = "covariance",
-    seed: int = 0,
-    advance: Callable[[str], None] = lambda name: None,
+def measure_eigensolvers(
+    batch: int, d: int, dtype: str, kind: str, config: SolversBench, device: torch.device, advance: Advance = ignore
 ) -> list[Row]:
-    """Time every eigensolver on one batch of matrices, in turn.
+    """Time every eigensolver on one batch of matrices (batch, d, d) of a kind in turn; one row per eigensolver."""
+    p = random_matrices(kind, batch, d, device, getattr(torch, dtype), config.seed)
+    solvers = eigensolvers_on(device)
+    works = {name: (lambda solver=solver: measure.seconds(lambda: solver(p), device)) for name, solver in solvers.items()}
+    runs = measure.take_turns(works, repeats=config.repeats, warmup=config.runs(device), advance=advance)
+    times = {name: 1e3 * median(each) for name, each in runs.items() if each}
+    case = {"batch": batch, "channels": d, "matrices": kind, "dtype": dtype}
+    return [
+        {
+            **case,
+            "eigensolver": name,
+            "of_auto": "yes" if name == choose_backend("auto", p) else "no",
+            "ms": measure.ratio(times.get(name)),
+            f"ratio_to_{REFERENCE}": measure.ratio(times.get(name), times.get(REFERENCE)),
+            "residual": float(f"{residual(p, solver):.3g}") if name in times else None,
+            "repeats": config.repeats,
+        }
+        for name, solver in solvers.items()
+    ]
+
+
+#: bounds of the relative errors of output and gradient in the Frobenius norm at κ(P) = 1e10 and full rank
+BOUNDS = {"float64": (1e-9, 1e-6), "float32": (5e-6, 1e-3)}
+
+
+def reference(factors: Factors, grad: Tensor, seb: bool) -> tuple[Tensor, Tensor]:
+    r"""Q, or A = (1 + s)Q with ``seb``, and the gradient with respect to the features, in closed form.
+
+    .. math:: s = \sqrt{\textstyle\sum_i \lambda_i e^{-2\lambda_i}}, \qquad
+       \frac{\partial l}{\partial X} = (1 + s)\frac{\partial\langle G, Q\rangle}{\partial X}
+       + \langle G, Q\rangle \frac{\partial s}{\partial X}, \qquad
+       \frac{\partial s}{\partial X} = \frac{1}{\sqrt N}\, U\, \mathrm{diag}\Big(\frac{(1 - 2\lambda)\,\sigma\,
+       e^{-2\lambda}}{s}\Big) V^T
 
     Args:
-        batch, d: of the matrices (batch, d, d).
-        dtype: of the matrices, and of the work.
-        kind: of :data:`MATRICES`.
-        advance: called with the eigensolver's name after each run.
-
-    Returns:
-        a row an eigensolver: milliseconds, the ratio to the reference, what is left of P; None without enough memory.
+        factors: factors of the features; the largest eigenvalue is of order 1, so that nothing underflows.
+        grad: symmetric G = ∂l/∂Q, or ∂l/∂A, (B, d, d).
+        seb: whether the Scaling Eigen Branch is on.
     """
-    p = MATRICES[kind](batch, d, device, dtype, seed)
-    solvers = eigensolvers_on(device)
-    works = {name: (lambda solver=solver: _timed(lambda: solver(p), device)) for name, solver in solvers.items()}
-    seconds = in_turn(works, repeats=repeats, warmup=warmup, advance=advance)
-    times = {name: 1e3 * median(runs) for name, runs in seconds.items() if runs}
+    u, sigma, vt = factors.u, factors.sigma, factors.vt
+    q, dq = (u * sigma) @ u.mT, factors.root_gradient(grad)
+    if not seb:
+        return q, dq
+    decay = torch.exp(-2 * sigma.square())
+    s = (sigma.square() * decay).sum().sqrt()
+    ds = (u * ((1 - 2 * sigma.square()) * sigma * decay / s)) @ vt / math.sqrt(factors.positions)
+    along = (grad * q).sum((-2, -1), keepdim=True)  # <G, Q>
+    return (1 + s) * q, (1 + s) * dq + along * ds
+
+
+def conditioned_features(kappa: float, channels: int, positions: int, samples: int, generator: torch.Generator) -> Factors:
+    """Factors with eigenvalues of P from 1 to 1/κ, evenly on a logarithmic scale, and 0 beyond the rank."""
+    rank = min(channels, positions - 1)
+    sigma = torch.zeros(channels, dtype=torch.float64)
+    sigma[:rank] = torch.logspace(0, -math.log10(kappa) / 2, rank, dtype=torch.float64)
+    return with_spectrum(sigma, positions, samples, generator)
+
+
+@dataclass(frozen=True)
+class Route:
+    """A way from features to the root: name, precision of the work, function, whether it returns A, and a remark."""
+
+    solver: str
+    dtype: str
+    layer: Layer
+    seb: bool = True
+    note: str = ""
+
+
+_SOLVERS = [*((solver, "float64") for solver in F.SOLVERS), ("auto", "float32"), ("svd", "float32")]
+#: In float32 sqrt_covariance accepts the SVD alone. The published approximations come last, for comparison: their number of
+#: steps, or their degree, is fixed, and at these condition numbers none of them has converged.
+ROUTES = (
+    *(Route(s, t, partial(F.sqrt_covariance, seb=True, solver=s, dtype=getattr(torch, t))) for s, t in _SOLVERS),
+    Route("newton_schulz", "float64", METHODS["newton_schulz"], False, "5 steps, not a converged root"),
+    Route("mpa_sqrt", "float64", METHODS["mpa_sqrt"], False, "degree 5, not a converged root"),
+    Route("mtp_sqrt", "float64", METHODS["mtp_sqrt"], False, "degree 10, not a converged root"),
+)
+
+
+def routes_for(channels: int, positions: int) -> list[Route]:
+    """The routes for a size: the Gram matrix only where it is the smaller one."""
+    return [route for route in ROUTES if route.solver != "gram" or positions < channels]
+
+
+def errors(route: Route, factors: Factors, grad: Tensor, device: torch.device) -> tuple[float, float]:
+    """The worst relative errors of output and gradient; the reference is computed on the CPU, in float64."""
+    exact_output, exact_gradient = reference(factors, grad, route.seb)
+    x = factors.features.to(device).requires_grad_()
+    output = route.layer(x)
+    (gradient,) = torch.autograd.grad(output, x, grad.to(device, output.dtype))
+    return worst_error(output.detach().cpu(), exact_output), worst_error(gradient.cpu(), exact_gradient)
+
+
+def measure_errors(
+    kappa: float, channels: int, positions: int, config: SolversBench, device: torch.device, advance: Advance = ignore
+) -> list[Row]:
+    """Errors of every route on features with a condition number (of the eigenvalues above 0); one row per route."""
+    generator = torch.Generator().manual_seed(config.seed)
+    factors = conditioned_features(kappa, channels, positions, max(config.samples, config.svd_batch), generator)
+    grad = torch.randn(factors.u.shape, generator=generator, dtype=torch.float64)
+    grad = (grad + grad.mT) / 2
     rows: list[Row] = []
-    for name, solver in solvers.items():
-        both = name in times and REFERENCE in times
-        rows.append(
-            {
-                "batch": batch,
-                "channels": d,
-                "matrices": kind,
-                "dtype": str(dtype).removeprefix("torch."),
-                "eigensolver": name,
-                "of_auto": "yes" if name == _choose("auto", p) else "no",
-                "ms": round(times[name], 4) if name in times else None,
-                f"ratio_to_{REFERENCE}": round(times[name] / times[REFERENCE], 4) if both else None,
-                "residual": float(f"{residual(p, solver):.3g}") if name in times else None,
-                "repeats": repeats,
-            }
-        )
+    for route in routes_for(channels, positions):
+        x = factors.features[: config.samples].to(device)
+        solver = "svd" if route.dtype == "float32" else solver_of(route.solver, x)
+        count = config.svd_batch if solver == "svd" else config.samples
+        some = Factors(factors.u[:count], factors.sigma, factors.vt[:count])
+        forward, backward = (float(f"{error:.3g}") for error in errors(route, some, grad[:count], device))
+        bound_forward, bound_gradient = BOUNDS[route.dtype]
+        row: Row = {"solver": route.solver, "taken": solver, "dtype": route.dtype, "output": "A" if route.seb else "Q"}
+        row |= {"condition": kappa, "channels": channels, "positions": positions, "rank": min(channels, positions - 1)}
+        row |= {"samples": count, "forward_error": forward, "gradient_error": backward}
+        row |= {"bound_forward": bound_forward, "bound_gradient": bound_gradient}
+        row["meets"] = "yes" if forward <= bound_forward and backward <= bound_gradient else "no"
+        rows.append(row | {"note": route.note})
+        advance(route.solver)
     return rows
 
 
-def table(rows: list[Row]) -> Table:
-    """The rows for reading."""
-    view = Table(
-        title="eigenvalues and eigenvectors of random matrices",
-        caption=f"medians; ratio: to {REFERENCE}; residual: what the factors leave of P, relative; *: what backend='auto' "
-        "takes (the public function decomposes float32 matrices in float64 too); –: the device's memory is too small",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-    )
-    for heading in ("B × d²", "matrices", "dtype", "eigensolver"):
-        view.add_column(heading, no_wrap=True)
-    for heading in ("ms", "ratio", "residual"):
-        view.add_column(heading, no_wrap=True, justify="right")
-    columns = ("batch", "channels", "matrices", "dtype")
-    for case in dict.fromkeys(tuple(row[name] for name in columns) for row in rows):
-        here = [row for row in rows if tuple(row[name] for name in columns) == case]
-        for place, row in enumerate(here):
-            said = ("", "", "") if place else (f"{case[0]} × {case[1]}²", str(case[2]), str(case[3]))
-            name = f"{row['eigensolver']} *" if row["of_auto"] == "yes" else str(row["eigensolver"])
-            left = "–" if row["residual"] is None else f"{float(row['residual']):.1e}"
-            view.add_row(*said, name, short(row["ms"]), short(row[f"ratio_to_{REFERENCE}"]), left)
-        view.add_section()
-    return view
-
-
 def run(config: SolversBench) -> None:
-    """``eigengrain bench solvers``."""
+    """``python -m benchmarks solvers``."""
     device = pick_device(config.device)
     if device.type == "mps":
-        raise ValueError("bench solvers compares float64 with float32, and MPS has no float64: use --device cpu")
-    config = config.filled(device.type)
-    assert config.warmup is not None
+        raise ArgumentError("device", "must have float64, and MPS does not", config.device, "use cpu")
+    config = measure.fill(config, DEFAULTS, device)
     assert config.at_channels is not None
-    folder = Path(config.out)
-    times_path, errors_path = (writable(folder / f"{kind}-{config.label}.csv") for kind in ("eigensolvers", "accuracy"))
-    console, environment = output.reading(), describe(device)
+    matrices = list(product(as_list(config.batch), as_list(config.channels), config.dtypes, MATRICES))
+    cases = list(product(as_list(config.condition), as_list(config.positions)))
+    end = f"{config.label or device.type}.csv"
+    paths = [writable(Path(config.out or "benchmarks") / f"{kind}-{end}") for kind in ("eigensolvers", "accuracy")]
     times: list[Row] = []
-    errors: list[Row] = []
-    with progress_bar() as progress:
-        runs = len(MATRICES) * len(config.matrices) * len(eigensolvers_on(device)) * (config.warmup + config.repeats)
-        runs += sum(len(accuracy.routes_for(config.at_channels, positions)) for _, positions in config.cases)
-        task = progress.add_task("measuring", total=runs)
-        for (batch, d, dtype), kind in product(config.matrices, MATRICES):
-            times += measure(
-                batch,
-                d,
-                kind=kind,
-                repeats=config.repeats,
-                warmup=config.warmup,
-                device=device,
-                dtype=getattr(torch, dtype),
-                seed=config.seed,
-                advance=lambda name, size=f"{batch} × {d}²": progress.update(  # type: ignore[misc]
-                    task, advance=1, description=f"{size} {name}"
-                ),
-            )
-        write_csv(times_path, [{**row, **environment} for row in times])
-        for kappa, positions in config.cases:
-            errors += accuracy.measure(
-                kappa,
-                config.at_channels,
-                positions,
-                samples=config.samples,
-                svd_batch=config.svd_batch,
-                device=device,
-                seed=config.seed,
-                advance=lambda name, kappa=kappa: progress.update(  # type: ignore[misc]
-                    task, advance=1, description=f"κ = {kappa:.0e} {name}"
-                ),
-            )
-        write_csv(errors_path, [{**row, **environment} for row in errors])
-    console.print(table(times), accuracy.table(errors))
-    console.print(", ".join(f"{key} {value}" for key, value in environment.items()), style="dim")
-    console.print(f"written to {times_path} and {errors_path}", soft_wrap=True, markup=False)
-    files = [times_path, errors_path]
-    output.result({"eigensolvers": times, "accuracy": errors, "environment": environment, "files": files}, files)
+    accuracy: list[Row] = []
+    runs = len(matrices) * len(eigensolvers_on(device)) * (config.runs(device) + config.repeats)
+    runs += sum(len(routes_for(config.at_channels, positions)) for _, positions in cases)
+    with measure.progress(runs) as advance:
+        for batch, d, dtype, kind in matrices:
+            times += measure_eigensolvers(batch, d, dtype, kind, config, device, advance)
+        measure.save(paths[0], times, device)
+        for kappa, positions in cases:
+            accuracy += measure_errors(kappa, config.at_channels, positions, config, device, advance)
+        measure.save(paths[1], accuracy, device)
+    case, numbers = ("batch", "channels", "matrices", "dtype"), ("ms", f"ratio_to_{REFERENCE}", "residual")
+    sizes = ("condition", "channels", "positions", "solver", "taken", "dtype", "forward_error", "gradient_error", "meets")
+    texts = measure.format_table(times, (*case, "eigensolver", "of_auto", *numbers)), measure.format_table(accuracy, sizes)
+    measure.finish({"eigensolvers": times, "accuracy": accuracy}, paths, device, *texts)

@@ -1,1 +1,1 @@
-"""Studies of covariance pooling as commands: each writes a CSV, a picture and a page. Importing this imports no torch."""
+"""The tables and figures of the paper, run from a checkout: ``python -m studies``."""

@@ -1,4 +1,4 @@
-"""What studies measure on a trained network: spectra of its covariances, accuracy and maps with parts of them."""
+"""Measurements on a trained network: spectra of its covariances, accuracy and maps with parts of them."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from eigengrain.data import ImageSet
+from eigengrain.functional import covariance, eigh, rounding_floor
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from eigengrain.functional.subsets import small_part
 from eigengrain.models import CovarianceNet
+from eigengrain.models.mixed_precision import MixedPrecision
 from eigengrain.training.config import Train
 from eigengrain.training.evaluation import evaluate
-from studies.spectra import passes
 
-#: of the distributions over images that records keep
+#: quantiles over images in the records
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
 #: edges of the histogram of log10 of the eigenvalues
 EDGES = [-12 + 0.25 * k for k in range(65)]
-#: so many test images at most, evenly spaced, for what costs several passes a picture
+#: largest number of test images, evenly spaced, for maps
 SURVEYED = 2000
 
 
@@ -35,22 +36,27 @@ class Trained:
 
 @torch.inference_mode()
 def spectrum(trained: Trained) -> dict[str, Any]:
-    """Eigenvalues of the covariance of every image: quantiles of what they say, their mean logarithms, a histogram.
+    """Eigenvalues of the covariance of every image: quantiles of measures, mean logarithms, a histogram.
 
-    Eigenvalues below d·eps·λ_1 are rounding and read as that. Images whose covariance is 0 are counted and left out; if
-    that is all of them, their eigenvalues read as the smallest number.
+    Eigenvalues below d·eps·λ_1 are rounding errors and are raised to that. Images with a zero covariance are counted and
+    left out; if all are, their eigenvalues are raised to the smallest number.
     """
-    config = trained.config
-    values = torch.cat([each for _, each in passes(trained.model, trained.batches, config.amp, config.channels_last)])
+    model, config = trained.model, trained.config
+    net, device = MixedPrecision(model, config.amp), next(model.parameters()).device
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    parts = []  # also of heads without a covariance
+    for batch, _ in trained.batches:
+        features = net.features(batch.to(device, memory_format=layout))
+        parts.append(eigh(covariance(model.head.reduce(features), dtype=torch.float64)).values.cpu())
+    values = torch.cat(parts)
     images, d = values.shape
     alive = values[:, 0] > 0
     values = values[alive] if alive.any() else values.clamp_min(torch.finfo(values.dtype).tiny)
-    values = torch.maximum(values, d * torch.finfo(torch.float64).eps * values[:, :1])
+    values = torch.maximum(values, rounding_floor(values))
     share = values / values.sum(-1, keepdim=True)
-    last = small_part(d)
-    factor = qs_and_slope(values)[0]
-    logs = values.log10()
-    inside = logs.flatten().clamp(EDGES[0], EDGES[-1])  # the ends hold what is beyond them
+    last, logs = small_part(d), values.log10()
+    condition = logs[:, 0] - logs[:, -1]
+    inside = logs.flatten().clamp(EDGES[0], EDGES[-1])  # the first and last bin contain what is beyond them
     counts = torch.histogram(inside, torch.tensor(EDGES, dtype=logs.dtype)).hist
     return {
         "images": images,
@@ -58,12 +64,12 @@ def spectrum(trained: Trained) -> dict[str, Any]:
         "channels": d,
         "quantiles": list(QUANTILES),
         "lambda_1": _quantiles(values[:, 0]),
-        "log10_condition": _quantiles(logs[:, 0] - logs[:, -1]),
-        "log10_condition_of_images": [round(v, 3) for v in (logs[:, 0] - logs[:, -1]).tolist()],
+        "log10_condition": _quantiles(condition),
+        "log10_condition_of_images": [round(v, 3) for v in condition.tolist()],
         "effective_rank": _quantiles(torch.exp(-(share * share.log()).sum(-1))),
         "energy_last": _quantiles(share[:, -last:].sum(-1)),
         "last": last,
-        "s": _quantiles(factor),
+        "s": _quantiles(qs_and_slope(values)[0]),
         "q_norm": _quantiles(values.sum(-1).sqrt()),
         "mean_log10": [round(v, 4) for v in logs.mean(0).tolist()],
         "histogram_edges": EDGES,
@@ -71,28 +77,30 @@ def spectrum(trained: Trained) -> dict[str, Any]:
     }
 
 
+def _quantiles(values: Tensor) -> list[float]:
+    return [float(f"{v:.6g}") for v in values.quantile(torch.tensor(QUANTILES, dtype=values.dtype)).tolist()]
+
+
 def paper_subsets(d: int) -> dict[str, str]:
-    """The subsets of Table 2 in the same proportions of d eigenvalues, each with the paper's name for it.
+    """The subsets of Table 2 in the same proportions of d eigenvalues, with the name in the paper.
 
     Example:
-        >>> list(paper_subsets(256).values()) == list(paper_subsets(256))
-        True
         >>> paper_subsets(10)
         {'all': 'all', 'top:8': 'top:206', 'top:1+last:2': 'top:1+last:50', 'top:1+last:1': 'top:1+last:40'}
     """
     last = small_part(d)
-    found = {"all": "all", f"top:{d - last}": "top:206", f"top:1+last:{last}": "top:1+last:50"}
+    subsets = {"all": "all", f"top:{d - last}": "top:206", f"top:1+last:{last}": "top:1+last:50"}
     for count in (40, 30):
         if (ours := last * count // 50) > 0:
-            found.setdefault(f"top:1+last:{ours}", f"top:1+last:{count}")
-    return found
+            subsets.setdefault(f"top:1+last:{ours}", f"top:1+last:{count}")
+    return subsets
 
 
-def subsets_of(d: int) -> list[str]:
-    """The subsets of Table 2, and what lies between them; for small d in the same proportions.
+def list_subsets(d: int) -> list[str]:
+    """The subsets of Table 2, and more between them; for small d in the same proportions.
 
     Example:
-        >>> subsets_of(256)[:6]
+        >>> list_subsets(256)[:6]
         ['all', 'top:206', 'top:1+last:50', 'top:1+last:40', 'top:1+last:30', 'last:50']
     """
     last = small_part(d)
@@ -102,7 +110,7 @@ def subsets_of(d: int) -> list[str]:
 
 def subset_accuracy(trained: Trained) -> dict[str, Any]:
     """Accuracy with parts of the spectrum, in inference only (Table 2)."""
-    names, config = subsets_of(trained.model.head.channels), trained.config
+    names, config = list_subsets(trained.model.head.channels), trained.config
     scores = evaluate(trained.model, trained.batches, subsets=names, amp=config.amp, channels_last=config.channels_last)
     return {score.subset: {"top1": score.top1, "top5": score.top5, "loss": score.loss} for score in scores}
 
@@ -113,10 +121,9 @@ def large_and_small(d: int) -> tuple[str, str]:
 
 
 def similarity(trained: Trained) -> dict[str, Any]:
-    """Maps of the large and of the small eigenvalues beside those of all (Table 1), for both readings of a cut."""
+    """Maps of the large and of the small eigenvalues beside those of all (Table 1), for both kinds of a cut."""
     from eigengrain.explain.survey import image_batches, survey  # needs captum
 
-    large, small = large_and_small(trained.model.head.channels)
     count = min(len(trained.images), SURVEYED)
     images = trained.images.subset([k * len(trained.images) // count for k in range(count)])
     rows: list[dict[str, Any]] = []
@@ -124,16 +131,12 @@ def similarity(trained: Trained) -> dict[str, Any]:
         result = survey(
             trained.model,
             image_batches(images, trained.config.batch_size, workers=trained.config.workers),
-            ("all", large, small),
+            ("all", *large_and_small(trained.model.head.channels)),
             cut=cut,
             collapse=("abs-max", "signed-sum"),
         )
         rows += [{key: None if value != value else value for key, value in asdict(row).items()} for row in result.table]
     return {"images": len(images), "target": "label", "rows": rows}
-
-
-def _quantiles(values: Tensor) -> list[float]:
-    return [float(f"{v:.6g}") for v in values.quantile(torch.tensor(QUANTILES, dtype=values.dtype)).tolist()]
 
 
 ANALYSES: dict[str, Callable[[Trained], dict[str, Any]]] = {

@@ -1,217 +1,194 @@
-"""How a study trains: the options of a run for each scale, backbone and data set, as data."""
+"""The options of a study, the numbers of the paper, and the training options for each scale, backbone and data set."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from eigengrain.data.datasets.catalogue import find_entry
-from eigengrain.data.transforms_config import Transforms
-from eigengrain.models.weight_files import TORCH_SUFFIXES
-from eigengrain.recipes import load_recipe
-from eigengrain.training.config import Data, Model, Optimiser, Schedule, Train
-from studies.config import StudyRun
+from eigengrain.data import Transforms
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.models.weights import TORCH_SUFFIXES
+from eigengrain.training.config import Data, Schedule, Train, from_mapping, load_recipe
+from eigengrain.yaml_files import read_mapping
+
+ACTIONS = ("list", "all", "report")
+SCALES = ("smoke", "small", "paper")
+PROTOCOLS = ("fair", "paper", "both")
+
+
+@dataclass(frozen=True)
+class StudyOptions:
+    """Reproduce a table or figure of the paper.
+
+    Args:
+        name: name of a study; or list (all studies with their cost), all (one after the other), report (one page of all
+            results).
+        data: folder with the data sets, each in its own folder, or that of one data set; 'eigengrain datasets' shows their
+            layout. A smoke run draws its images.
+        scale: smoke (a small network on drawn birds, seconds), small (15 epochs) or paper (the recipes of the paper).
+        protocol: fair (each method at its own best classifier rate, chosen on validation images, last epoch), paper (one
+            rate for all, best test epoch) or both.
+        datasets: such as [cub,cars]; all of the study by default, of which those in the folder are trained.
+        backbones: such as [resnet50,vgg16]; all of the study by default, at scale small a few.
+        heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
+        seeds: seeds of the runs that are tested; [0,1,2] by default, [0] at scale smoke, and at scale small except for
+            gcp-methods and paths.
+        rates: learning rates of the classifier, as multiples of that of the backbone, from which the fair protocol chooses;
+            divided by c² for a head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or
+            the highest is best, a third or three times of it is tried too, and so on.
+        weights: file with the weights of ResNet-50, or folder with a file per backbone, such as resnet101.safetensors,
+            vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
+            downloaded.
+        stride_on: convolution with the stride in ResNets, 1x1 or 3x3; 1x1 with --weights, 3x3 with timm's by default.
+        seconds: time budget in seconds. A run is not started if it would exceed the budget, assuming it takes as long as
+            the slowest so far. Rerun the command to continue.
+        device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
+        workers: processes that read images, at most one per core.
+        out: folder for NAME.csv, NAME.md, NAME.png, and the records and models of the runs.
+        records: folder with further records.
+        only_report: train nothing and show the records.
+        drop_models: delete the model of a run when it is recorded, unless other runs of the study start from it; another
+            study may have to train it again.
+    """
+
+    name: str = "list"
+    data: str | None = None
+    scale: str = "small"
+    protocol: str = "fair"
+    datasets: list[str] | None = None
+    backbones: list[str] | None = None
+    heads: list[str] | None = None
+    seeds: list[int] | None = None
+    rates: list[float] = field(default_factory=lambda: [3.0, 10.0, 20.0])
+    weights: str | None = None
+    stride_on: str | None = None
+    seconds: float | None = None
+    device: str = "auto"
+    workers: int = 4
+    out: str = "runs/study"
+    records: str | None = None
+    only_report: bool = False
+    drop_models: bool = False
+
+    def __post_init__(self) -> None:
+        choices = {"scale": SCALES, "protocol": PROTOCOLS, "stride_on": (None, "1x1", "3x3")}
+        for name, names in choices.items():
+            if getattr(self, name) not in names:
+                raise UnknownName(name, getattr(self, name), [choice for choice in names if choice])
+        for name in ("datasets", "backbones", "heads", "seeds", "rates"):
+            values = getattr(self, name)
+            if values is not None and (not values or len(set(values)) != len(values)):
+                raise ArgumentError(name, "must be a list of one or more different values", values)
+        least = {"seeds": min(self.seeds or [0]), "workers": self.workers}
+        above = {"rates": min(self.rates), "seconds": 1 if self.seconds is None else self.seconds}
+        for name, value in (least | above).items():
+            if value < 0 or (value == 0 and name in above):
+                raise ArgumentError(name, "must be above 0" if name in above else "must be at least 0", getattr(self, name))
 
 
 @dataclass(frozen=True)
 class Network:
-    """A backbone of the tables.
-
-    Args:
-        title: as the tables have it.
-        timm: its name in timm, with the weights that are taken by default.
-        reduce: channels before a covariance; None for as many as there are.
-        last_stride: 1 takes the last halving of the map out.
-        cost: of a training step beside that of ResNet-50, a rough guess.
-        resnet: whether it has weights of two kinds, see ``Model.stride_on``.
-        plain: its name in timm without batch normalisation, for a weights file of that name.
-    """
+    """A backbone of the tables, see ``settings.yaml``."""
 
     title: str
     timm: str
-    reduce: int | None
-    last_stride: int | None
     cost: float
+    reduce: int | None = None
+    last_stride: int | None = None
     resnet: bool = False
     plain: str | None = None
 
     @property
     def architecture(self) -> str:
-        """Its name in timm, whatever the weights."""
+        """Name in timm without the weights."""
         return self.timm.split(".")[0]
 
 
-NETWORKS = {
-    "vgg16": Network("VGG-16", "vgg16_bn.tv_in1k", None, 1, 2.5, plain="vgg16"),
-    "resnet50": Network("ResNet-50", "resnet50.tv_in1k", 256, 1, 1.0, resnet=True),
-    "resnet101": Network("ResNet-101", "resnet101.tv_in1k", 256, 1, 1.7, resnet=True),
-    "resnet152": Network("ResNet-152", "resnet152.tv_in1k", 256, 1, 2.4, resnet=True),
-    "efficientnet_b5": Network("EfficientNet-b5", "tf_efficientnet_b5", 256, 1, 3.5),
-    "inception_v3": Network("Inception V3", "inception_v3.tv_in1k", 256, None, 0.9),
-    "densenet169": Network("DenseNet-169", "densenet169.tv_in1k", 256, 1, 1.5),
-    "vit": Network("ViT", "vit_base_patch16_224", 256, None, 3.5),
-    "alexnet": Network("AlexNet", "tv:alexnet", None, 1, 0.2),
-}
+SETTINGS, PAPER, TEXTS = (
+    dict(read_mapping(Path(__file__).with_name(f"{name}.yaml"))) for name in ("settings", "paper", "studies")
+)
+#: data set -> name in the tables
+TITLES: dict[str, str] = PAPER["titles"]
+FINE_GRAINED: list[str] = PAPER["fine_grained"]
+#: accuracies of ResNet-50 by method
+RESNET50: dict[str, list[float]] = PAPER["table_3"]["resnet50"]
+NETWORKS = {name: Network(**values) for name, values in SETTINGS["networks"].items()}
 
-#: heads whose vectors do not grow with the square of the channels: the map is not reduced for them
+#: heads whose vectors do not grow with the square of the channels, and which need no reduction
 UNREDUCED = ("gap", "gmp", "cbp", "kp", "lrbp")
 
-#: the classifier's rate as a multiple of the backbone's, and the weight decay, as the paper has them for ResNets
-RATES = {"cub": 20.0, "aircraft": 5.0, "cars": 10.0}
-DECAYS = {"aircraft": 1e-3}
 
-#: the backbone's rate at scale small, and that of a VGG without batch normalisation, whose features the higher one shrinks
-#: to a third in the first hundred steps
-SMALL_RATE, PLAIN_RATE = 6e-3, 1.5e-3
-
-#: of the smoke scale: birds that are drawn, a network with a map of 64 × 4 × 4, eight channels of it
-SMOKE_CHANNELS = 8
-SMOKE_IMAGES = {"classes": 3, "per_class": 4, "size": 32}
-
-#: first words of the recipes
-_WORDS = {
-    "cub": "birds",
-    "aircraft": "aircrafts",
-    "cars": "cars",
-    "dogs": "dogs",
-    "inat2017": "inats",
-    "imagenet": "imagenet",
-}
-
-
-def base(options: StudyRun, backbone: str, dataset: str) -> Train:
-    """The run of a scale with the head ``mpncov`` and the paper's rate, whose head and rate a study then changes.
-
-    Args:
-        options: of the study.
-        backbone: one of :data:`NETWORKS`.
-        dataset: of the catalogue.
+def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    """The training options of a scale with the head ``mpncov`` and the rate of the paper.
 
     Example:
-        >>> run = base(StudyRun(weights="resnet50.safetensors"), "resnet50", "cub")
+        >>> run = base_config(StudyOptions(weights="resnet50.safetensors"), "resnet50", "cub")
         >>> run.epochs, run.batch_size, run.model.stride_on, run.optimiser.classifier_lr_scale
         (15, 20, '1x1', 20.0)
-        >>> base(StudyRun(scale="paper"), "resnet101", "aircraft").model.backbone
+        >>> base_config(StudyOptions(scale="paper"), "resnet101", "aircraft").model.backbone
         'resnet101.tv_in1k'
     """
-    make = {"smoke": _smoke, "small": _small, "paper": _paper}[options.scale]
-    run = make(options, backbone, dataset)
-    if options.scale != "smoke":
-        run = replace(run, data=replace(run.data, root=options.data))
-    return replace(run, device=options.device, workers=0 if options.scale == "smoke" else options.workers)
+    if options.scale == "smoke":
+        return replace(from_mapping(SETTINGS["smoke"]), device=options.device)
+    run = (_small if options.scale == "small" else _paper)(options, backbone, dataset)
+    data = replace(run.data, root=options.data)
+    return replace(run, data=data, device=options.device, workers=options.workers)
 
 
 def network_name(backbone: str) -> str:
-    """The name that studies have for a backbone, whatever weights it has; its own if it is none of theirs.
+    """Name of a backbone of timm in studies, whatever its weights; the architecture if studies do not use it.
 
     Example:
         >>> network_name("resnet50.tv_in1k"), network_name("vgg16"), network_name("plumage_net")
         ('resnet50', 'vgg16', 'plumage_net')
     """
     architecture = backbone.split(".")[0]
-    for name, network in NETWORKS.items():
-        if architecture in (network.architecture, network.plain):
-            return name
-    return architecture
+    named = [name for name, network in NETWORKS.items() if architecture in (network.architecture, network.plain)]
+    return named[0] if named else architecture
 
 
-def with_reduction(run: Train) -> Train:
-    """The same without a reduction if the head needs none."""
-    return replace(run, model=replace(run.model, reduce="auto")) if run.model.head in UNREDUCED else run
-
-
-def training_images(run: Train) -> int:
-    """How many a run sees in an epoch."""
-    if run.data.name == "plumage":
-        count = int(run.data.options["classes"]) * int(run.data.options["per_class"])
-    else:
-        published = find_entry(run.data.name).published
-        count = published[1] if published else 0
-    return round(count * (1 - run.data.val_fraction))
-
-
-def _smoke(options: StudyRun, backbone: str, dataset: str) -> Train:
-    transforms = Transforms("scripts", img_size=int(SMOKE_IMAGES["size"]))
-    return Train(
-        data=Data("plumage", transforms=transforms, options=dict(SMOKE_IMAGES)),
-        model=Model("plumage_net", head="mpncov", reduce=SMOKE_CHANNELS),
-        optimiser=Optimiser(lr=6e-3, classifier_lr_scale=10),
-        epochs=1,
-        batch_size=6,
-        cache="device",
-        check_images=False,
-    )
-
-
-def _small(options: StudyRun, backbone: str, dataset: str) -> Train:
-    if dataset == "imagenet":  # from random weights, as the paper does, and shorter
+def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    if dataset == "imagenet":  # from random weights, as in the paper, and shorter
         long = _paper(options, backbone, dataset)
         return replace(long, schedule=Schedule("cosine", warmup_epochs=1), epochs=15, amp="bf16", channels_last=True)
     cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
-    network = _network(options, backbone)
-    return Train(
-        data=Data(dataset, transforms=Transforms.of_scripts(dataset)),
-        model=Model(head="mpncov", **network),
-        optimiser=Optimiser(
-            lr=PLAIN_RATE if network["backbone"] == NETWORKS[backbone].plain else SMALL_RATE,
-            weight_decay=DECAYS.get(dataset, 1e-4),
-            classifier_lr_scale=RATES.get(dataset, RATES["cub"]),
-        ),
-        schedule=Schedule("cosine", warmup_epochs=1),
-        epochs=15,
-        batch_size=20,
-        amp="bf16",
-        channels_last=True,
-        compile=cuda,
-        cuda_graphs=cuda,
-        cache="device",
-        check_images=False,
-        eval_every=100,
+    run, network = from_mapping(SETTINGS["small"]), _network(options, backbone)
+    optimiser = replace(
+        run.optimiser,
+        lr=SETTINGS["plain_rate"] if network["backbone"] == NETWORKS[backbone].plain else run.optimiser.lr,
+        weight_decay=SETTINGS["decays"].get(dataset, run.optimiser.weight_decay),
+        classifier_lr_scale=SETTINGS["rates"].get(dataset, run.optimiser.classifier_lr_scale),
     )
+    data = Data(dataset, transforms=Transforms.of_scripts(dataset))
+    return replace(run, data=data, model=replace(run.model, **network), optimiser=optimiser, compile=cuda, cuda_graphs=cuda)
 
 
-def _paper(options: StudyRun, backbone: str, dataset: str) -> Train:
-    own = {("vgg16", d) for d in RATES} | {(b, "imagenet") for b in ("alexnet", "resnet50")}
-    network = backbone if (backbone, dataset) in own else "resnet50" if dataset in RATES else "efficientnet_b5"
+def _paper(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    own = {("vgg16", d) for d in SETTINGS["rates"]} | {(b, "imagenet") for b in ("alexnet", "resnet50")}
+    network = backbone if (backbone, dataset) in own else "resnet50" if dataset in SETTINGS["rates"] else "efficientnet_b5"
     changes: dict[str, Any] = {"model.head": "mpncov", "recipe": None}
-    if dataset != "imagenet":  # there the weights are random
+    if dataset != "imagenet":  # its weights are random
         changes |= {f"model.{key}": value for key, value in _network(options, backbone).items()}
-    return load_recipe(f"{_WORDS[dataset]}-{network}-paper", changes)
+    return load_recipe(f"{SETTINGS['recipes'][dataset]}-{network}-paper", changes)
 
 
-def _network(options: StudyRun, backbone: str) -> Mapping[str, Any]:
-    network = NETWORKS[backbone]
-    weights = _weights(options, backbone)
-    found: dict[str, Any] = {
-        "backbone": network.timm if weights is None else _architecture(network, weights),
-        "reduce": network.reduce,
-        "last_stride": network.last_stride,
-        "weights": weights,
-        "pretrained": weights is None,
-    }
+def _network(options: StudyOptions, backbone: str) -> Mapping[str, Any]:
+    """Options of the model: the network and its weights."""
+    network, weights, place = NETWORKS[backbone], None, Path(options.weights or "").expanduser()
+    if options.weights is not None and place.is_dir():
+        files = [file for name in (network.architecture, backbone) for file in sorted(place.glob(f"{name}.*"))]
+        suffixes = (".safetensors", *TORCH_SUFFIXES)
+        weights = next((str(file) for file in files if file.is_file() and file.suffix in suffixes), None)
+    elif options.weights is not None and backbone == "resnet50":
+        weights = str(place)
+    model: dict[str, Any] = {"backbone": network.timm, "reduce": network.reduce, "last_stride": network.last_stride}
+    model |= {"weights": weights, "pretrained": weights is None}
+    if weights is not None:
+        model["backbone"] = network.plain if network.plain == Path(weights).stem else network.architecture
     if network.resnet:
-        found["stride_on"] = options.stride_on or ("3x3" if weights is None else "1x1")
+        model["stride_on"] = options.stride_on or ("3x3" if weights is None else "1x1")
     if backbone == "vit":
-        found["img_size"] = 448
-    return found
-
-
-def _weights(options: StudyRun, backbone: str) -> str | None:
-    """The file for a backbone, or None where timm's weights are taken."""
-    if options.weights is None:
-        return None
-    place = Path(options.weights).expanduser()
-    if not place.is_dir():
-        return str(place) if backbone == "resnet50" else None
-    for name in (NETWORKS[backbone].architecture, backbone):
-        for file in sorted(place.glob(f"{name}.*")):
-            if file.is_file() and file.suffix in (".safetensors", *TORCH_SUFFIXES):
-                return str(file)
-    return None
-
-
-def _architecture(network: Network, weights: str) -> str:
-    """The name in timm that fits a file."""
-    return network.plain if network.plain == Path(weights).stem else network.architecture
+        model["img_size"] = 448
+    return model

@@ -1,67 +1,149 @@
-"""What a trained model sees in a data set: the spectrum of each image's covariance, and its answers."""
+"""Trained networks with parts of their spectra: Tables 1, 2 and 10, and Figure 6."""
 
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
 
-import torch
-from torch import Tensor
+import pandas as pd
 
-from eigengrain.functional import covariance, eigh
-from eigengrain.functional.scaling_eigen_branch import qs_and_slope
-from eigengrain.models import CovarianceNet
-from eigengrain.models.eval_mode import evaluating
-from eigengrain.training.evaluation import MixedPrecision
+from eigengrain.text import counted
+from studies import charts
+from studies.analyses import large_and_small, list_subsets, paper_subsets
+from studies.settings import FINE_GRAINED, PAPER, TITLES
+from studies.study import NOT_RUN, Report, Row, Setup, Table, environment_columns
 
-
-class Seen(NamedTuple):
-    """One row an image.
-
-    Args:
-        eigenvalues: of the covariance of the features that the head pools, (n, d), descending, float64.
-        factor: s of the Scaling Eigen Branch, (n,), or None for a head without it.
-        predictions: the most likely class, (n,).
-    """
-
-    eigenvalues: Tensor
-    factor: Tensor | None
-    predictions: Tensor
+CUTS = ("exact", "projector")
 
 
-def passes(
-    model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]], amp: str = "none", channels_last: bool = False
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Of each batch the feature map, and the eigenvalues (B, d) of its covariances, descending, in float64 on the CPU.
+def _networks(setup: Setup, rows: Sequence[Row], analysis: str) -> list[str]:
+    """A note on the networks that were analysed."""
+    texts = []
+    for row in rows:
+        record, _ = setup.analysis(row, analysis)
+        if record is not None:
+            rate, epochs = record["config"]["optimiser"]["classifier_lr_scale"], record["config"]["epochs"]
+            accuracy = f"{record['scores'][row.metric]:.1f} % after {counted(epochs, 'epoch')}"
+            best = setup.search(row)[1]
+            other = "" if best in (None, rate) else f" (its best rate is ×{best:g})"
+            texts.append(f"{setup.title(row.data)}, {row.method}: ×{rate:g}, {accuracy}{other}")
+    return [f"The networks, with the rate of the classifier and their test accuracy: {'; '.join(texts)}."] if texts else []
 
-    The model stays in the mode in which it is; a head without a covariance has one here all the same.
-    """
-    net, device = MixedPrecision(model, amp), next(model.parameters()).device
-    layout = torch.channels_last if channels_last else torch.contiguous_format
-    for images, _ in batches:
-        features = net.features(images.to(device, memory_format=layout))
-        yield features, eigh(covariance(model.head.reduce(features), dtype=torch.float64)).values.cpu()
+
+def spectrum_report(setup: Setup, rows: Sequence[Row]) -> Report:
+    """Figure 6: condition number, effective rank and energy of the covariances of the test images, and a histogram."""
+    csv: list[dict[str, Any]] = []
+    lines: dict[str, list[dict[str, str]]] = {}
+    panels: dict[str, dict[str, dict[str, Any]]] = {}
+    for row in rows:
+        record, values = setup.analysis(row, "spectrum")
+        low, high = PAPER["figure_6"][str(row.head)]
+        texts = dict.fromkeys(("ours: κ(P)", "effective rank", "energy of the last", "λ₁", "s"), NOT_RUN)
+        if values:
+            panels.setdefault(setup.title(row.data), {})[row.method] = values
+            condition = values["log10_condition"]
+            texts["ours: κ(P)"] = f"10^{condition[2]:.1f} (10^{condition[0]:.1f} to 10^{condition[4]:.1f})"
+            forms = (("effective_rank", ".1f"), ("energy_last", ".1e"), ("lambda_1", ".3g"), ("s", ".3g"))
+            for heading, (measure, form) in zip(list(texts)[1:], forms, strict=True):
+                texts[heading] = format(values[measure][2], form)
+        paper = f"10^{math.log10(low):.0f} to 10^{math.log10(high):.0f}"
+        lines.setdefault(row.data, []).append({"": row.method, "paper: κ(P)": paper, **texts})
+        columns = {"data": TITLES[row.data], "method": row.method, "scale": setup.options.scale}
+        columns["run"] = record["name"] if record else NOT_RUN
+        columns |= {"paper_condition_low": low, "paper_condition_high": high, "images": values.get("images", "")}
+        for measure in ("log10_condition", "effective_rank", "energy_last", "lambda_1", "s", "q_norm"):
+            for place, share in enumerate(("5", "25", "50", "75", "95")):
+                columns[f"{measure}_{share}"] = values[measure][place] if values else ""
+        csv.append(columns | environment_columns(record))
+    tables = []
+    for data, each in lines.items():
+        caption = f"{setup.title(data)}: medians over test images (5 % to 95 %)"
+        tables.append(Table(setup.title(data), caption, pd.DataFrame(each), ("paper: κ(P)",)))
+    notes = _networks(setup, rows, "spectrum")
+    return Report(csv, tables, notes, partial(charts.draw_histograms, panels, PAPER["peak"]) if panels else None)
 
 
-@torch.inference_mode()
-def look(model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]]) -> Seen:
-    """Pass images through a model in evaluation mode.
+def subset_report(setup: Setup, rows: Sequence[Row]) -> Report:
+    """Table 2: accuracy with parts of the spectrum in inference; the subsets of the paper first, then more between them."""
+    names = list_subsets(setup.channels)
+    printed = {ours: PAPER["table_2"][theirs] for ours, theirs in paper_subsets(setup.channels).items()}
+    csv: list[dict[str, Any]] = []
+    tables: list[Table] = []
+    panels: dict[str, list[charts.Dots]] = {}
+    for data in dict.fromkeys(row.data for row in rows):
+        place = FINE_GRAINED.index(data)
+        analyses = {row.method: setup.analysis(row, "subset-accuracy") for row in rows if row.data == data}
+        lines = []
+        for name in names:
+            number = printed[name][place] if name in printed else None
+            line = {"eigenvalues": name, "paper, MPN-COV": "–" if number is None else f"{number:.1f}"}
+            ours = {f"ours, {method}": [a[name]["top1"]] for method, (_, a) in analyses.items() if name in a}
+            panels.setdefault(setup.title(data), []).append(charts.Dots(name, number, ours))
+            for method, (record, analysis) in analyses.items():
+                score = analysis.get(name, {})
+                line[f"ours, {method}"] = f"{score['top1']:.1f}" if score else NOT_RUN
+                columns = {"data": TITLES[data], "method": method, "subset": name, "scale": setup.options.scale}
+                columns["paper"] = "" if number is None or method != "MPN-COV" else number
+                columns |= {"top1": NOT_RUN, "top5": "", "loss": ""} | score
+                csv.append(columns | {"run": record["name"] if record else ""} | environment_columns(record))
+            lines.append(line)
+        caption = f"{setup.title(data)}, test accuracy in %, in inference only"
+        tables.append(Table(setup.title(data), caption, pd.DataFrame(lines), ("paper, MPN-COV",)))
+    notes = _networks(setup, rows, "subset-accuracy")
+    return Report(csv, tables, notes, partial(charts.draw_dots, panels, "test accuracy, %") if notes else None)
 
-    Args:
-        model: from create_model; its mode is put back afterwards.
-        batches: (images, labels).
 
-    Example:
-        >>> from eigengrain.models import create_model
-        >>> model = create_model("plumage_net", head="gap", num_classes=10)
-        >>> seen = look(model, [(torch.rand(2, 3, 32, 32), torch.tensor([0, 1]))])
-        >>> seen.eigenvalues.shape, seen.factor, seen.predictions.shape
-        (torch.Size([2, 64]), None, torch.Size([2]))
-    """
-    head: Any = model.head
-    scaled = getattr(head, "seb", False) and head.factor == "qs"
-    spectra, predictions = [], []
-    with evaluating(model):
-        for features, values in passes(model, batches):
-            predictions.append(model.forward_head(features).argmax(1).cpu())
-            spectra.append(values)
-    eigenvalues = torch.cat(spectra)
-    return Seen(eigenvalues, qs_and_slope(eigenvalues)[0] if scaled else None, torch.cat(predictions))
+def similarity_table(setup: Setup, row: Row, printed: Mapping[tuple[str, str], Sequence[float]]) -> tuple[list[Any], Table]:
+    """Correlation and mean absolute error of the maps of large and small eigenvalues; ``printed`` are the paper's."""
+    record, analysis = setup.analysis(row, "similarity")
+    keys = ("rule", "cut", "subset", "collapse", "measure")
+    means = {tuple(each[key] for key in keys): each["mean"] for each in analysis.get("rows", ())}
+    subsets = dict(zip(("large", "small"), large_and_small(setup.channels), strict=True))
+    csv: list[dict[str, Any]] = []
+    lines = []
+    for (rule, part), numbers in printed.items():
+        line = {"maps beside those of all": f"{rule}, {part} ({subsets[part]})"}
+        for measure, number in zip(("corr", "mae"), numbers, strict=True):
+            form, heading = (".2f", "Corr") if measure == "corr" else (".1e", "MAE")
+            line[f"{heading}: paper"] = f"{number:{form}}" if row.head == "mpncov" else "–"
+            for cut in CUTS:
+                for collapse in ("abs-max", "signed-sum"):
+                    value = means.get((rule, cut, subsets[part], collapse, measure))
+                    ours = NOT_RUN if record is None else "undefined" if value is None else value
+                    if collapse == "abs-max":
+                        text = ours if isinstance(ours, str) else f"{ours:{form}}"
+                        line[f"{heading}: {cut}{' cut' * (cut == 'exact')}"] = text
+                    columns: dict[str, Any] = {"data": TITLES[row.data], "method": row.method, "rule": rule}
+                    columns["eigenvalues"] = part
+                    columns |= {"subset": subsets[part], "measure": measure, "cut": cut, "collapse": collapse}
+                    columns |= {"scale": setup.options.scale, "paper": number if row.head == "mpncov" else ""}
+                    columns |= {"ours": ours, "images": analysis.get("images", "")}
+                    csv.append(columns | {"run": record["name"] if record else ""} | environment_columns(record))
+        lines.append(line)
+    title = f"{setup.title(row.data)}, {row.method}"
+    return csv, Table(title, title, pd.DataFrame(lines), ("Corr: paper", "MAE: paper"))
+
+
+def similarity_report(setup: Setup, rows: Sequence[Row]) -> Report:
+    """Table 1."""
+    csv: list[dict[str, Any]] = []
+    tables = []
+    for row in rows:
+        place = FINE_GRAINED.index(row.data)
+        rules = PAPER["table_1"].items()
+        printed = {(rule, part): [n[place] for n in each] for rule, parts in rules for part, each in parts.items()}
+        more, table = similarity_table(setup, row, printed)
+        csv += more
+        tables.append(table)
+    panels: dict[str, dict[str, charts.Dots]] = {}
+    for line in csv:
+        if (line["measure"], line["collapse"], line["method"]) == ("corr", "abs-max", "MPN-COV"):
+            label = f"{line['rule']}, {line['eigenvalues']}"
+            title = f"{line['data']}{' (drawn)' * (setup.options.scale == 'smoke')}"
+            dots = panels.setdefault(title, {}).setdefault(label, charts.Dots(label, line["paper"]))
+            if isinstance(line["ours"], float):
+                dots.ours[f"ours, {line['cut']} cut"] = [line["ours"]]
+    lines = {title: list(panel.values()) for title, panel in panels.items()}
+    draw = partial(charts.draw_dots, lines, "correlation with the map of all eigenvalues, MPN-COV")
+    any_value = any(dots.ours for each in lines.values() for dots in each)
+    return Report(csv, tables, _networks(setup, rows, "similarity"), draw if any_value else None)

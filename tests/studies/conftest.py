@@ -1,14 +1,14 @@
-"""What the tests of studies share: where they run, and a count of what is really trained."""
+"""Fixtures of the tests of studies: their environment, and a record of what is trained."""
 
 import pytest
 import torch
 
-from studies import jobs
+from studies import runs
 
 
 @pytest.fixture(scope="module")
 def surroundings(tmp_path_factory):
-    """One thread, drawings in a folder of their own, a wide terminal."""
+    """One thread, an own cache of drawn birds, a wide terminal."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -20,12 +20,12 @@ def surroundings(tmp_path_factory):
 
 @pytest.fixture
 def trained_runs(monkeypatch):
-    """Names of the runs of a study that a test trains."""
-    names, real = [], jobs.train
+    """Names of the runs that a test trains."""
+    names, real = [], runs.train
 
     def train(config, sources):
         names.append(config.out.rsplit("/", 1)[-1])
         return real(config, sources)
 
-    monkeypatch.setattr(jobs, "train", train)
+    monkeypatch.setattr(runs, "train", train)
     return names

@@ -4,9 +4,9 @@ import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
-from studies.study_plot import Dots
+from studies.charts import Dots
 
-from studies import study_plot
+from studies import charts
 
 
 @pytest.fixture
@@ -16,7 +16,7 @@ def drawn(monkeypatch, tmp_path):
     monkeypatch.setattr(Figure, "savefig", lambda figure, path, **options: figures.append(figure))
 
     def draw(name, *arguments):
-        getattr(study_plot, name)(*arguments, tmp_path / "figure.png")
+        getattr(charts, name)(*arguments, tmp_path / "figure.png")
         return figures[-1]
 
     return draw
@@ -57,29 +57,24 @@ def test_a_legend_is_no_wider_than_its_figure_and_a_protocol_looks_the_same_in_a
 def test_a_method_has_the_same_colour_in_every_panel(drawn):
     curve = [1, 2], [50.0, 60.0]
     rates = {"Birds": {"GAP": curve, "B-CNN": curve, "MPN-COV": curve}, "Cars": {"MPN-COV": curve, "SEB": curve}}
-    subsets = {"Birds": {"ours, MPN-COV": [1.0], "ours, SEB": [2.0]}, "Cars": {"paper": [1.0], "ours, SEB": [2.0]}}
     curves = {data: {"accuracy": {name: [line] for name, line in lines.items()}} for data, lines in rates.items()}
-    both = {"exact": curve, "released": curve}
-    truncated = {"Birds": ({"exact": curve}, {}, {}), "Cars": ({"released": curve}, {}, both)}
     for figure in (
         drawn("draw_rates", rates, False),
-        drawn("draw_subsets", subsets, ["all"]),
         drawn("draw_curves", curves),
-        drawn("draw_truncation", truncated, 50),
     ):
         looks: dict[str, set[str]] = {}
         for axes in figure.axes:
             for name, colour in colours(axes).items():
                 looks.setdefault(name, set()).add(colour)
-        assert all(len(found) == 1 for found in looks.values()), looks
-        ours = [colour for name, found in looks.items() if name != "paper" for colour in found]
+        assert all(len(outcome) == 1 for outcome in looks.values()), looks
+        ours = [colour for name, outcome in looks.items() if name != "paper" for colour in outcome]
         assert len(set(ours)) == len(ours)
 
 
 def test_a_histogram_has_the_colour_of_its_method(drawn):
     """Also where the other one was not looked at; above the eigenvalues, below the condition numbers."""
     values = {"histogram_edges": [0.0, 1.0, 2.0], "histogram": [3, 4]}
-    single, known = values | {"log10_condition_of_images": [5.0, 6.0]}, values | {"log10_condition": [1, 2, 3, 4, 5]}
+    single, summary = values | {"log10_condition_of_images": [5.0, 6.0]}, values | {"log10_condition": [1, 2, 3, 4, 5]}
     figure = drawn("draw_histograms", {"Birds": {"A": single, "B": single}, "Cars": {"B": single}}, 2.0**-18)
     birds, cars, below_birds, below_cars = figure.axes
     top = {patch.get_label(): to_hex(patch.get_edgecolor()) for axes in (birds, cars) for patch in axes.patches}
@@ -87,5 +82,7 @@ def test_a_histogram_has_the_colour_of_its_method(drawn):
     assert [to_hex(patch.get_edgecolor()) for patch in cars.patches] == [top["B"]]
     assert [to_hex(line.get_color()) for line in below_birds.get_lines()] == [top["A"], top["B"]]
     assert [to_hex(line.get_color()) for line in below_cars.get_lines()] == [top["B"]]
-    boxes = drawn("draw_histograms", {"Birds": {"A": known, "B": known}, "Cars": {"B": known}}, 2.0**-18).axes[3].patches
+    boxes = (
+        drawn("draw_histograms", {"Birds": {"A": summary, "B": summary}, "Cars": {"B": summary}}, 2.0**-18).axes[3].patches
+    )
     assert [to_hex(box.get_facecolor()) for box in boxes] == [top["B"]]

@@ -5,27 +5,29 @@ from dataclasses import replace
 
 import pytest
 import torch
-from studies.accuracy import LENGTHS, accuracy_findings, gains, shown
-from studies.analyses import subsets_of
-from studies.catalogue import STUDIES, find_study
-from studies.comparison import job_name, rate_jobs
-from studies.config import StudyRun
-from studies.cost import STATED, Speeds, cost
-from studies.jobs import Job, described
-from studies.learning import first_records
-from studies.published import TITLES
-from studies.settings import NETWORKS, base
+from studies.accuracy import LENGTHS, accuracy_report, format_scores, gcp_methods_report
+from studies.all_studies import STUDIES, find_study
+from studies.analyses import list_subsets
+from studies.cost import STATED, estimate_cost, recorded_speeds
+from studies.learning import comparable_records
+from studies.runs import Job, describe_run, job_name
+from studies.settings import NETWORKS, TITLES, StudyOptions, base_config
 from studies.study import Row, Setup
 
+from eigengrain.errors import FileError
 from eigengrain.heads import create_head
 
-BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", printed=84.3, core=True)
-BRANCH = replace(BIRDS, method="MPN-COV + SEB", head="mpncov+seb", printed=86.2)
+BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", paper=84.3, core=True)
+BRANCH = replace(BIRDS, method="MPN-COV + SEB", head="mpncov+seb", paper=86.2)
 EVERYTHING = ("cub", "aircraft", "cars", "dogs", "inat2017", "imagenet")
 
 
+def texts(table):
+    return table.frame.to_numpy().tolist()
+
+
 def setup_of(tmp_path, **changes) -> Setup:
-    return Setup(StudyRun(out=str(tmp_path), data="images", **changes), (0, 1, 2), EVERYTHING)
+    return Setup(StudyOptions(out=str(tmp_path), data="images", **changes), (0, 1, 2), EVERYTHING)
 
 
 def record(setup, job, top1, **more):
@@ -35,7 +37,7 @@ def record(setup, job, top1, **more):
     split = "val" if job.config.data.val_fraction else "test"
     values = {
         "name": job.name,
-        "config": described(job.config),
+        "config": describe_run(job.config),
         "scores": {"test_top1": top1, f"{split}_top1": top1},
         "seconds": 100.0,
         "epochs": [{"epoch": 1.0, "images_per_second": 500.0}],
@@ -46,7 +48,7 @@ def record(setup, job, top1, **more):
 
 
 def test_the_base_of_birds_at_scale_small_is_the_one_that_was_used(tmp_path):
-    run = base(StudyRun(weights="resnet50.safetensors"), "resnet50", "cub")
+    run = base_config(StudyOptions(weights="resnet50.safetensors"), "resnet50", "cub")
     assert (run.epochs, run.batch_size, run.amp, run.cache, run.eval_every) == (15, 20, "bf16", "device", 100)
     assert (run.optimiser.lr, run.optimiser.weight_decay, run.schedule.kind, run.schedule.warmup_epochs) == (
         *(6e-3, 1e-4),
@@ -60,30 +62,30 @@ def test_the_base_of_birds_at_scale_small_is_the_one_that_was_used(tmp_path):
 
 def test_weights_may_be_a_file_or_a_folder(tmp_path):
     (tmp_path / "resnet101.safetensors").touch()
-    options = StudyRun(weights=str(tmp_path))
-    assert base(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
-    assert base(options, "resnet50", "cub").model.pretrained
+    options = StudyOptions(weights=str(tmp_path))
+    assert base_config(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
+    assert base_config(options, "resnet50", "cub").model.pretrained
     (tmp_path / "resnet101.json").touch()  # what somebody has noted of them
-    assert base(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
-    one = StudyRun(weights="mine.pth")
-    assert base(one, "resnet50", "cub").model.weights == "mine.pth"
-    assert base(one, "vgg16", "cub").model.weights is None
+    assert base_config(options, "resnet101", "cub").model.weights == str(tmp_path / "resnet101.safetensors")
+    one = StudyOptions(weights="mine.pth")
+    assert base_config(one, "resnet50", "cub").model.weights == "mine.pth"
+    assert base_config(one, "vgg16", "cub").model.weights is None
 
 
-def test_a_weights_file_says_whether_a_vgg_has_batch_normalisation(tmp_path):
-    """Its runs have the same names either way, so that records of one are found with the weights of the other."""
-    known = base(StudyRun(weights=str(tmp_path)), "vgg16", "cub")
-    assert known.model.backbone == "vgg16_bn.tv_in1k"
+def test_the_weights_file_decides_whether_a_vgg_has_batch_normalisation(tmp_path):
+    """Its runs have the same names either way, so that records of one match the weights of the other."""
+    usual = base_config(StudyOptions(weights=str(tmp_path)), "vgg16", "cub")
+    assert usual.model.backbone == "vgg16_bn.tv_in1k"
     (tmp_path / "vgg16.safetensors").touch()
-    plain = base(StudyRun(weights=str(tmp_path)), "vgg16", "cub")
+    plain = base_config(StudyOptions(weights=str(tmp_path)), "vgg16", "cub")
     assert (plain.model.backbone, plain.model.pretrained) == ("vgg16", False)
-    assert plain.optimiser.lr < known.optimiser.lr
+    assert plain.optimiser.lr < usual.optimiser.lr
     (tmp_path / "vgg16_bn.safetensors").touch()
-    assert base(StudyRun(weights=str(tmp_path)), "vgg16", "cub").model.backbone == "vgg16_bn"
-    assert job_name(plain) == job_name(known) == "vgg16-mpncov-x20-e15-all-s0"
+    assert base_config(StudyOptions(weights=str(tmp_path)), "vgg16", "cub").model.backbone == "vgg16_bn"
+    assert job_name(plain) == job_name(usual) == "vgg16-mpncov-x20-e15-all-s0"
     report = replace(setup_of(tmp_path), available=None)
     record(report, Job(job_name(plain), plain), 80.0)
-    assert report.record(Job(job_name(known), known))["scores"]["test_top1"] == 80.0
+    assert report.record(Job(job_name(usual), usual))["scores"]["test_top1"] == 80.0
 
 
 @pytest.mark.parametrize("scale", ["small", "paper"])
@@ -97,11 +99,11 @@ def test_every_row_has_a_run_at_every_scale_and_no_two_share_a_name(scale, tmp_p
             assert row.backbone in NETWORKS
             for protocol in ("fair", "paper"):
                 for job in setup.jobs(row, protocol):
-                    assert names.setdefault(job.name, described(job.config)) == described(job.config), job.name
+                    assert names.setdefault(job.name, describe_run(job.config)) == describe_run(job.config), job.name
 
 
 def test_the_papers_recipes_are_those_of_scale_paper():
-    birds, planes = (base(StudyRun(scale="paper"), "resnet152", data) for data in ("cub", "aircraft"))
+    birds, planes = (base_config(StudyOptions(scale="paper"), "resnet152", data) for data in ("cub", "aircraft"))
     assert (birds.epochs, birds.batch_size, birds.schedule.drops, birds.optimiser.classifier_lr_scale) == (
         100,
         10,
@@ -110,8 +112,8 @@ def test_the_papers_recipes_are_those_of_scale_paper():
     )
     assert (planes.epochs, planes.batch_size, planes.optimiser.weight_decay) == (50, 8, 1e-3)
     assert birds.model.backbone == "resnet152.tv_in1k"
-    assert base(StudyRun(scale="paper"), "vgg16", "cars").epochs == 150
-    assert base(StudyRun(scale="paper"), "alexnet", "imagenet").model.backbone == "tv:alexnet"
+    assert base_config(StudyOptions(scale="paper"), "vgg16", "cars").epochs == 150
+    assert base_config(StudyOptions(scale="paper"), "alexnet", "imagenet").model.backbone == "tv:alexnet"
 
 
 def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
@@ -126,7 +128,7 @@ def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
         record(setup, job, score)
     [score] = setup.scores(BIRDS, "fair")
     assert (score.rate, score.chosen, score.values) == (10, True, (80.0, 82.0, 81.5))
-    assert shown([score]) == "81.2 (80.0 to 82.0, 3 runs, ×10)"
+    assert format_scores([score]) == "81.2 (80.0 to 82.0, 3 runs, ×10)"
 
 
 def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
@@ -147,30 +149,30 @@ def test_the_grid_goes_on_while_its_edge_is_best(tmp_path):
 
 
 def test_the_search_is_a_study_of_its_own(tmp_path):
-    """It trains no network beyond the search, and shows what that found so far."""
+    """It trains no network beyond the search, and shows its results so far."""
     setup = replace(setup_of(tmp_path, datasets=["cub"]), available=("cub",))
     study = find_study("rates")
     planned = study.plan(setup)
     assert all(job.config.data.val_fraction for job in planned)
     [plain] = [row for row in study.rows(setup) if row.data == "cub" and row.method == "MPN-COV"]
-    for job, top1 in zip(setup.tried(plain, "", setup.config(plain)), (70.0, 60.0, None), strict=True):
+    for job, top1 in zip(setup.search(plain)[0], (70.0, 60.0, None), strict=True):
         scores = {"val_top1": top1, "test_top1": 1.0} if top1 else {}
         record(setup, job, top1, scores=scores)
     assert len(study.plan(setup)) == len(planned) + 1  # the lowest was best: a lower one
-    found = study.findings(setup)
-    [table] = found.tables
-    lines = {row[0].text: [cell.text for cell in row[1:]] for row in table.rows}
+    outcome = study.report(setup)
+    [table] = outcome.tables
+    lines = {row[0]: row[1:] for row in texts(table)}
     assert lines["MPN-COV, ×1"] == ["not run", "not run"]
     assert lines["MPN-COV, ×3"] == ["70.0", "1.0"]
     assert lines["MPN-COV, ×20"] == ["diverged", "diverged"]
     [beside] = [job for job in planned if job.name == "resnet50-mpncov-x46-e15-val-s0"]
     record(setup, beside, 80.0, scores={"val_top1": 80.0, "test_top1": 3.0})  # better, and no part of the choice
-    record(setup, setup.tried(plain, "", setup.config(plain))[-1], 65.0, scores={"val_top1": 65.0, "test_top1": 2.0})
-    found = study.findings(setup)
-    chosen = {row["rate"]: row["chosen"] for row in found.rows if row["method"] == "MPN-COV"}
+    record(setup, setup.search(plain)[0][-1], 65.0, scores={"val_top1": 65.0, "test_top1": 2.0})
+    outcome = study.report(setup)
+    chosen = {row["rate"]: row["chosen"] for row in outcome.rows if row["method"] == "MPN-COV"}
     assert chosen == {1.0: 0, 3.0: 1, 10.0: 0, 20.0: 0, 46.0: 0}
-    assert ["MPN-COV, ×3 (chosen)", "70.0", "1.0"] in [[cell.text for cell in row] for row in found.tables[0].rows]
-    found.draw(tmp_path / "rates.png")
+    assert ["MPN-COV, ×3 (chosen)", "70.0", "1.0"] in texts(outcome.tables[0])
+    outcome.draw(tmp_path / "rates.png")
     assert find_study("rates").plan(replace(setup, options=replace(setup.options, protocol="paper"))) == []
 
 
@@ -187,33 +189,33 @@ def test_a_gain_is_that_of_one_protocol(tmp_path):
         record(setup, job, 80.0)
     for job in setup.jobs(BRANCH, "paper"):
         record(setup, job, 86.0)
-    assert "Birds +1.5 (ours: not run)" in gains(setup, [BIRDS, BRANCH])[0]
+    assert "Birds +1.5 (ours: not run)" in gcp_methods_report(setup, [BIRDS, BRANCH]).notes[-1]
     for job in setup.jobs(BIRDS, "paper"):
         record(setup, job, 85.0)
-    assert "(ours: +1.0 over 1 backbone)" in gains(setup, [BIRDS, BRANCH])[0]
+    assert "(ours: +1.0 over 1 backbone)" in gcp_methods_report(setup, [BIRDS, BRANCH]).notes[-1]
     chosen_at_ten(setup, BRANCH)
     for job in setup.jobs(BRANCH, "fair")[3:]:
         record(setup, job, 80.5)
-    assert "(ours: +0.5 over 1 backbone)" in gains(setup, [BIRDS, BRANCH])[0]
+    assert "(ours: +0.5 over 1 backbone)" in gcp_methods_report(setup, [BIRDS, BRANCH]).notes[-1]
 
 
 def test_a_report_finds_every_seed(tmp_path):
-    """Whatever its number, and whether it was asked for now."""
+    """Whatever its number, also if the options do not name it."""
     setup = setup_of(tmp_path)
     chosen_at_ten(setup, BIRDS)
     for job in replace(setup, seeds=(3, 42)).jobs(BIRDS, "fair")[3:]:
         record(setup, job, float(job.config.seed))
-    assert setup.scores(BIRDS, "fair")[0].values == (3.0, 42.0)
+    assert setup.for_report().scores(BIRDS, "fair")[0].values == (3.0, 42.0)
 
 
 @pytest.mark.parametrize("study", [study for study in STUDIES if study.measure is None], ids=lambda study: study.name)
 def test_a_study_of_some_of_its_data_sets_has_no_lines_of_the_others(study, tmp_path):
-    everything = Setup(StudyRun(out=str(tmp_path)))
+    everything = Setup(StudyOptions(out=str(tmp_path)))
     last = study.rows(everything)[-1].data
-    some = Setup(StudyRun(out=str(tmp_path), datasets=[last]))
-    rows = [row for row in study.findings(everything).rows if row["data"] == TITLES[last]]
-    assert study.findings(some).rows == rows
-    assert len(study.findings(some).tables) <= len(study.findings(everything).tables)
+    some = Setup(StudyOptions(out=str(tmp_path), datasets=[last]))
+    rows = [row for row in study.report(everything).rows if row["data"] == TITLES[last]]
+    assert study.report(some).rows == rows
+    assert len(study.report(some).tables) <= len(study.report(everything).tables)
 
 
 def test_the_grid_does_not_go_on_for_ever(tmp_path):
@@ -232,12 +234,12 @@ def test_heads_with_vectors_of_length_1_are_tried_at_higher_rates(head, tmp_path
     torch.testing.assert_close(vectors.norm(dim=1), torch.ones(2))
     setup = setup_of(tmp_path)
     [row] = [replace(BIRDS, head=head, length=LENGTHS[head])]
-    assert setup.rates(row) == pytest.approx([300, 1000, 2000])
+    assert setup.grid(row) == pytest.approx([300, 1000, 2000])
 
 
 def test_a_factor_that_makes_vectors_longer_is_tried_at_lower_rates(tmp_path):
     setup = setup_of(tmp_path)
-    grids = {row.method: setup.rates(row) for row in find_study("factors").rows(setup) if row.data == "cub"}
+    grids = {row.method: setup.grid(row) for row in find_study("factors").rows(setup) if row.data == "cub"}
     assert grids["constant 100"] == pytest.approx([3e-4, 1e-3, 2e-3])
     assert grids["no factor"] == grids["‖QSᵀ‖"] == [3, 10, 20]  # its factor of 4 is within reach of the steps beyond
     assert grids["‖Q‖"][0] == pytest.approx(3 / 144, rel=1e-2)
@@ -245,20 +247,17 @@ def test_a_factor_that_makes_vectors_longer_is_tried_at_lower_rates(tmp_path):
 
 def test_a_run_at_a_rate_that_nobody_chose_is_shown_as_that(tmp_path, monkeypatch):
     setup = setup_of(tmp_path)
-    config = setup.config(BIRDS)
-    [job] = setup.finals(BIRDS, config, 10, (0,))
+    [job] = setup.finals(BIRDS, 10, (0,))
     record(setup, job, 79.46)
     report = replace(setup, available=None)
-    found = accuracy_findings(report, [BIRDS, replace(BIRDS, head="isqrt", method="iSQRT-COV", printed=84.7)])
-    first, second = found.tables[0].rows
-    assert [cell.text for cell in first] == ["ResNet-50, MPN-COV", "84.3", "79.5 (1 run, ×10 not chosen)"]
-    assert [cell.text for cell in second] == ["ResNet-50, iSQRT-COV", "84.7", "not run"]
-    assert found.rows[0]["fair_protocol_rate_chosen"] == 0
-    assert found.rows[0]["device_name"] == "a device"
-    assert any("no comparison" in note for note in found.notes)
-    drawn = []
-    monkeypatch.setattr("studies.study_plot.draw_dots", lambda panels, what, path: drawn.append(panels))
-    found.draw(tmp_path / "figure.png")
+    outcome = accuracy_report(report, [BIRDS, replace(BIRDS, head="isqrt", method="iSQRT-COV", paper=84.7)])
+    first, second = texts(outcome.tables[0])
+    assert first == ["ResNet-50, MPN-COV", "84.3", "79.5 (1 run, ×10 not chosen)"]
+    assert second == ["ResNet-50, iSQRT-COV", "84.7", "not run"]
+    assert outcome.rows[0]["fair_protocol_rate_chosen"] == 0
+    assert outcome.rows[0]["device_name"] == "a device"
+    drawn = outcome.draw.args
+    outcome.draw(tmp_path / "figure.png")
     assert [dots.ours for dots in drawn[0]["Birds"]] == [{"ours, fair, rate not chosen": [79.46]}, {}]
 
 
@@ -268,25 +267,25 @@ def test_a_network_at_another_rate_than_the_best_is_analysed_as_that(tmp_path):
     row = replace(BIRDS, analyses=("subset-accuracy",))
     for job, top1 in zip(setup.jobs(row, "fair"), (60.0, 70.0, 65.0), strict=True):
         record(setup, job, top1)
-    [plain] = setup.finals(row, setup.config(row), 10, (1,))
+    [plain] = setup.finals(row, 10, (1,))
     record(setup, plain, 80.5)
-    for rate, top1, said in (
+    for rate, top1, printed in (
         (3, 79.0, "×3, 79.0 % after 15 epochs (its best rate is ×10)"),
         (10, 81.0, "×10, 81.0 % after 15 epochs."),
     ):
-        [job] = setup.finals(row, setup.config(row), rate, (0,))
+        [job] = setup.finals(row, rate, (0,))
         record(setup, job, top1, analyses={"subset-accuracy": {"all": {"top1": top1, "top5": 95.0, "loss": 1.0}}})
-        found = find_study("subset-accuracy").findings(setup)
-        assert found.tables[0].rows[0][2].text == f"{top1}"
-        assert f"Birds, MPN-COV: {said}" in found.notes[-1]
+        outcome = find_study("subset-accuracy").report(setup)
+        assert texts(outcome.tables[0])[0][2] == f"{top1}"
+        assert f"Birds, MPN-COV: {printed}" in outcome.notes[-1]
 
 
-def test_a_network_is_not_said_to_be_at_the_best_rate_where_that_was_not_trained(tmp_path):
+def test_a_network_at_another_rate_is_marked_if_the_best_was_not_trained(tmp_path):
     setup = setup_of(tmp_path)
     chosen_at_ten(setup, BIRDS)
-    [job] = setup.finals(BIRDS, setup.config(BIRDS), 3, (0,))
+    [job] = setup.finals(BIRDS, 3, (0,))
     record(setup, job, 79.0, analyses={"subset-accuracy": {"all": {"top1": 79.0, "top5": 95.0, "loss": 1.0}}})
-    assert "×3, 79.0 % after 15 epochs (its best rate is ×10)" in find_study("subset-accuracy").findings(setup).notes[-1]
+    assert "×3, 79.0 % after 15 epochs (its best rate is ×10)" in find_study("subset-accuracy").report(setup).notes[-1]
 
 
 def test_runs_that_diverged_are_shown_as_that(tmp_path):
@@ -298,24 +297,24 @@ def test_runs_that_diverged_are_shown_as_that(tmp_path):
     finals = setup.jobs(BIRDS, "fair")[len(tried) :]
     assert [job.config.optimiser.classifier_lr_scale for job in finals] == [10.0] * 3
     record(setup, finals[0], None, scores={})
-    found = accuracy_findings(setup, [BIRDS])
-    assert found.tables[0].rows[0][2].text == "diverged (1 run, ×10)"
-    assert (found.rows[0]["fair_protocol_mean"], found.rows[0]["fair_protocol_n"]) == ("diverged", 0)
-    assert found.draw is None
+    outcome = accuracy_report(setup, [BIRDS])
+    assert texts(outcome.tables[0])[0][2] == "diverged (1 run, ×10)"
+    assert (outcome.rows[0]["fair_protocol_mean"], outcome.rows[0]["fair_protocol_n"]) == ("diverged", 0)
+    assert outcome.draw is None
     record(setup, finals[1], 80.0)
-    found = accuracy_findings(setup, [BIRDS])
-    assert found.tables[0].rows[0][2].text == "80.0 (1 run and 1 that diverged, ×10)"
-    assert found.rows[0]["fair_protocol_mean"] == 80.0
-    found.draw(tmp_path / "figure.png")
+    outcome = accuracy_report(setup, [BIRDS])
+    assert texts(outcome.tables[0])[0][2] == "80.0 (1 run and 1 that diverged, ×10)"
+    assert outcome.rows[0]["fair_protocol_mean"] == 80.0
+    outcome.draw(tmp_path / "figure.png")
 
 
 def test_a_report_takes_records_of_other_weights_and_a_study_that_trains_does_not(tmp_path):
     setup = setup_of(tmp_path)
     elsewhere = replace(setup, options=replace(setup.options, weights="resnet50.safetensors"), bases={})
-    [job] = elsewhere.finals(BIRDS, elsewhere.config(BIRDS), 10, (0,))
+    [job] = elsewhere.finals(BIRDS, 10, (0,))
     record(elsewhere, job, 79.46)
     assert replace(setup, available=None).scores(BIRDS, "fair")[0].values == (79.46,)
-    with pytest.raises(ValueError, match="is of a run with other options"):
+    with pytest.raises(FileError):
         setup.scores(BIRDS, "fair")
 
 
@@ -352,11 +351,11 @@ def test_truncated_runs_that_all_diverged_are_shown_as_that(tmp_path):
     chosen_at_ten(setup, rows[0])
     [job] = setup.jobs(rows[-1], "fair")[3:]
     record(setup, job, None, scores={}, epochs=[])
-    found = study.findings(setup)
-    assert found.tables[0].rows[-1][2].text == "diverged (1 run, ×10)"
-    assert found.draw is None
+    outcome = study.report(setup)
+    assert texts(outcome.tables[0])[-1][2] == "diverged (1 run, ×10)"
+    assert outcome.draw is None
     record(setup, job, None, scores={}, epochs=[{"epoch": 1.0, "train_loss": 5.3}])
-    study.findings(setup).draw(tmp_path / "figure.png")
+    study.report(setup).draw(tmp_path / "figure.png")
 
 
 def test_the_lines_of_a_figure_are_of_one_protocol(tmp_path):
@@ -366,9 +365,9 @@ def test_the_lines_of_a_figure_are_of_one_protocol(tmp_path):
     tested = [{"epoch": 1.0, "test_top1": 70.0}]
     for job in setup.jobs(other, "paper"):
         record(setup, job, 70.0, epochs=tested)
-    assert [len(records) for records in first_records(setup, [curve, other], complete=True)] == [0, 3]
+    assert [len(records) for records in comparable_records(setup, [curve, other], tested=True)] == [0, 3]
     record(setup, setup.jobs(curve, "fair")[3], 70.0, epochs=tested)
-    assert [len(records) for records in first_records(setup, [curve, other], complete=True)] == [1, 0]
+    assert [len(records) for records in comparable_records(setup, [curve, other], tested=True)] == [1, 0]
 
 
 @pytest.mark.parametrize("protocol", ["fair", "paper"])
@@ -387,7 +386,7 @@ def test_table_10_stands_under_the_protocol_of_its_network(protocol, tmp_path):
     ]
     scores = {"test_top1": 70.0, "test_top5": 90.0}
     record(setup, job, None, scores=scores, analyses={"similarity": {"images": 9, "rows": measured}})
-    lines = [line for line in study.findings(setup).rows if line["metric"] == "corr"]
+    lines = [line for line in study.report(setup).rows if line["metric"] == "corr"]
     other = {"fair": "paper", "paper": "fair"}[protocol]
     assert {(line[f"{protocol}_protocol_mean"], line[f"{other}_protocol_mean"]) for line in lines} == {(0.5, "")}
 
@@ -405,8 +404,8 @@ def test_networks_after_imagenet_wait_for_it(tmp_path):
     assert {(job.config.data.name, job.config.model.weights) for job in second} == {("cub", str(weights))}
     assert all("-gcp-" in job.name for job in second)
     weights.unlink()
-    assert setup.runs(row)
-    assert not replace(setup, available=("cub",)).runs(row)
+    assert setup.trains(row)
+    assert not replace(setup, available=("cub",)).trains(row)
 
 
 def after_imagenet(tmp_path, **changes):
@@ -448,15 +447,13 @@ def test_a_network_of_imagenet_strides_afterwards_where_it_did_there(tmp_path):
     assert {job.config.model.stride_on for job in setup.jobs(row, "paper")} == {first.config.model.stride_on} == {"3x3"}
 
 
-def test_heads_are_chosen_among_networks_of_imagenet_too(tmp_path):
-    setup, row = after_imagenet(tmp_path, heads=["mpncov"], protocol="both")
-    here = replace(setup, available=("cub",))
+def test_networks_after_imagenet_are_trained_without_imagenet_if_the_model_exists(tmp_path):
+    setup, row = after_imagenet(tmp_path, heads=["isqrt"], protocol="both")
     leave_model(setup, setup.jobs(row, "paper")[0])
-    assert not here.runs(row)
-    free = replace(here, options=replace(here.options, heads=None))
-    assert free.runs(row)
-    assert all("-gcp-" in job.name for job in free.jobs(row, "paper"))
-    assert free.jobs(row, "fair") == []  # ImageNet is not here to be trained on
+    here = replace(setup, available=("cub",))
+    assert here.trains(row)
+    assert all("-gcp-" in job.name for job in here.jobs(row, "paper"))
+    assert here.jobs(row, "fair") == []  # ImageNet is not here to be trained on
 
 
 def test_networks_of_imagenet_are_not_made_again_for_runs_that_are_recorded(tmp_path):
@@ -473,28 +470,28 @@ def test_networks_of_imagenet_are_not_made_again_for_runs_that_are_recorded(tmp_
 
 
 def test_the_subsets_of_table_2_are_there():
-    names = subsets_of(256)
+    names = list_subsets(256)
     assert names[:6] == ["all", "top:206", "top:1+last:50", "top:1+last:40", "top:1+last:30", "last:50"]
-    assert len(set(subsets_of(8))) == len(subsets_of(8))
+    assert len(set(list_subsets(8))) == len(list_subsets(8))
 
 
 def test_a_cost_is_images_times_epochs_over_speed(tmp_path):
     setup = replace(setup_of(tmp_path), available=("cub",), seeds=(0,))
     study = find_study("spectrum")
-    said = cost(study, setup, Speeds(setup, measured=False))
-    images = 2 * 15 * (3 * 0.9 * 5994 + 5994)  # two heads, three rates without the validation images, one seed
-    assert said.runs == 8
-    assert said.known == "stated"
-    assert said.seconds == pytest.approx(images / STATED["small"], rel=1e-6)
+    runs, seconds, sources = estimate_cost(study, setup, recorded_speeds(setup))
+    images = 2 * 15 * (3 * round(0.9 * 5994) + 5994)  # two heads, three rates without the validation images, one seed
+    assert runs == 8
+    assert sources == {"stated"}
+    assert seconds == pytest.approx(images / STATED["small"], rel=1e-6)
     for job in setup.jobs(BIRDS, "fair")[:1]:
         record(setup, job, 70.0)
     (tmp_path / "records/half.json").write_text('{"name": "half", "epo')  # of which the list of studies does not speak
     (tmp_path / "records/others.json").write_text("[1, 2]")
     old = json.loads(next((tmp_path / "records").glob("*-s0.json")).read_text()) | {"config": {}}
     (tmp_path / "records/old.json").write_text(json.dumps(old))
-    again = cost(study, setup, Speeds(setup, measured=False))
-    assert again.known == "records"
-    assert again.seconds == pytest.approx(images / 500, rel=1e-6)
+    _, seconds, sources = estimate_cost(study, setup, recorded_speeds(setup))
+    assert sources == {"records"}
+    assert seconds == pytest.approx(images / 500, rel=1e-6)
 
 
 def test_the_speed_of_a_backbone_is_that_of_its_records_whatever_its_weights(tmp_path):
@@ -504,30 +501,23 @@ def test_the_speed_of_a_backbone_is_that_of_its_records_whatever_its_weights(tmp
     record(setup, setup.jobs(row, "fair")[0], 70.0)
     others = setup_of(tmp_path)
     assert [each.config(row).model.backbone for each in (setup, others)] == ["vgg16", "vgg16_bn.tv_in1k"]
+    study = replace(find_study("gcp-methods"), all_rows=lambda setup: [row])
     for each in (setup, others):
-        assert Speeds(each, measured=False).of(row, each.config(row)) == (500.0, "records")
+        assert recorded_speeds(each) == {("vgg16", 448, "bf16"): 500.0}
+        assert estimate_cost(
+            study, replace(each, options=replace(each.options, backbones=["vgg16"])), recorded_speeds(each)
+        )[2] == {"records"}
 
 
-@pytest.mark.parametrize("scale", ["small", "paper"])
-@pytest.mark.parametrize("study", STUDIES, ids=lambda study: study.name)
-def test_as_many_runs_are_counted_as_are_made(study, scale, tmp_path, monkeypatch):
-    """With the middle rate as the best of each grid."""
-    options = StudyRun(scale=scale, protocol="both", seeds=[0, 1], out=str(tmp_path))
-    setup = replace(Setup(options, (0, 1)), available=study.datasets(Setup(options)))
-    said = cost(study, setup, Speeds(setup, measured=False))
-    rows = [row for row in study.rows(setup) if row.head is not None]
-    rows += [replace(row, data="imagenet", pretrain=None) for row in rows if row.pretrain]
-    middle = {
-        job.name
-        for row in rows
-        for suffix in ("", "-gcp")
-        for job in rate_jobs(setup.config(row, row.rate_of), setup.rates(row)[1:2], suffix)
-    }
-    made: dict[str, dict[str, object]] = {}
-    monkeypatch.setattr(Setup, "record", lambda setup, job: made.get(job.name))
-    while new := [job for job in study.plan(setup) if job.name not in made]:
-        for job in new:
-            made[job.name] = {"scores": {"val_top1": 60.0 if job.name in middle else 50.0}}
-            if job.kept:
-                leave_model(setup, job)
-    assert said.runs == len(made)
+def test_a_report_shows_the_heads_and_seeds_of_the_options(tmp_path):
+    setup = setup_of(tmp_path, datasets=["cub"])
+    for row in (BIRDS, BRANCH):
+        chosen_at_ten(setup, row)
+        for job in setup.jobs(row, "fair")[3:]:
+            record(setup, job, 80.0 + job.config.seed)
+    study = find_study("paths")
+    report = Setup(StudyOptions(out=str(tmp_path), datasets=["cub"]))
+    assert [row["head"] for row in study.report(report).rows] == ["mpncov", "mpncov+seb", "mpncov+seb"]
+    some = replace(report, options=replace(report.options, heads=["mpncov"], seeds=[1, 2]))
+    [row] = study.report(some).rows
+    assert (row["head"], row["fair_protocol_n"], row["fair_protocol_low"]) == ("mpncov", 2, 81.0)

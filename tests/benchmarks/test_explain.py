@@ -4,10 +4,10 @@ import csv
 
 import pytest
 import torch
-from benchmarks.explain import run
-from benchmarks.explain_config import ExplainBench
+from benchmarks.explain import ExplainBench, run
 
 from benchmarks import explain
+from eigengrain.errors import ArgumentError
 from eigengrain.explain import EigenPerturbation
 
 
@@ -21,7 +21,6 @@ def test_a_run_writes_the_ratio_to_the_passes(tmp_path, capsys):
     assert (row["batch"], single["batch"]) == ("2", "1")
     assert float(row["ratio"]) == pytest.approx(float(row["saliency_seconds"]) / float(row["passes_seconds"]), rel=0.02)
     assert (row["one_forward_and_backward_passes"], row["perturbation_steps"]) == ("4", "2")
-    assert "4 backward passes" in " ".join(capsys.readouterr().out.split())
 
 
 def test_what_does_not_fit_into_memory_has_a_row_without_numbers(tmp_path, capsys, monkeypatch):
@@ -42,9 +41,11 @@ def test_what_does_not_fit_into_memory_has_a_row_without_numbers(tmp_path, capsy
     assert float(first["ratio"]) > 0
     assert float(second["passes_seconds"]) > 0
     assert {second[name] for name in ("saliency_seconds", "ratio", "perturbation_seconds")} == {""}
-    assert "memory is too small" in capsys.readouterr().out
+    assert "–" in capsys.readouterr().out
 
 
-def test_options_out_of_range():
-    with pytest.raises(ValueError, match="--batch must be at least 1"):
-        ExplainBench(batch=0)
+@pytest.mark.parametrize("options", [{"batch": 0}, {"batch": []}, {"img_size": 16}, {"repeats": 0}])
+def test_options_out_of_range(options):
+    with pytest.raises(ArgumentError) as error:
+        ExplainBench(**options)
+    assert [error.value.argument] == list(options)

@@ -1,26 +1,26 @@
-"""The benchmark measures what it says: bytes on known cases, times in turn, files with the environment in them."""
+"""Measuring: bytes of known computations, times in turn, files with the environment, and every command."""
 
 import csv
-import subprocess
-import sys
-import threading
+import json
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
-from benchmarks.memory import LiveStorages, peak_bytes, saved_bytes
-from torch.profiler import ProfilerActivity, profile
+from benchmarks.__main__ import COMMANDS, main
+from benchmarks.measure import peak_bytes, saved_bytes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import eigengrain
-from benchmarks import doctor
+from benchmarks import compare_released
 from benchmarks import functional as bench
-from eigengrain.cli import main as cli
-from eigengrain.environment import describe, pick_device
-from eigengrain.files import writable
+from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.functional import covariance
 from eigengrain.functional.eigen import decompose
 
+CPU = torch.device("cpu")
 KILO = 1000  # elements; 4,000 bytes in float32
 
 
@@ -28,49 +28,16 @@ KILO = 1000  # elements; 4,000 bytes in float32
 
 
 def test_peak_of_a_sequence_of_known_allocations():
-    with LiveStorages() as memory:
+    def work():
         a = torch.zeros(KILO)
         b = torch.zeros(2 * KILO)
-        assert memory.live == 12_000
         del a
-        assert memory.live == 8_000
         c = torch.zeros(4 * KILO)
-        assert memory.live == 24_000
+        assert c.view(10, 400).add_(1).sum() > 0  # views and work in place take nothing
         del b, c
-        d = torch.zeros(KILO)
-    assert (memory.live, memory.peak) == (4_000, 24_000)
-    del d
-    assert memory.live == 0
+        return torch.zeros(KILO)
 
-
-def test_views_and_work_in_place_take_nothing():
-    with LiveStorages() as memory:
-        a = torch.zeros(KILO)
-        view = a.view(10, 100).mT[3:].add_(1)
-        del a
-        assert (memory.live, memory.peak) == (4_000, 4_000)
-        del view
-    assert memory.live == 0
-
-
-def test_what_existed_before_does_not_count():
-    x = torch.zeros(KILO)
-    with LiveStorages(x) as memory:
-        y = x.view(10, 100) * 2
-    assert (memory.live, memory.peak) == (4_000, 4_000)
-    del y
-
-
-def test_tensors_of_other_threads_count_once_they_are_used():
-    made = []
-    with LiveStorages() as memory:
-        worker = threading.Thread(target=lambda: made.append(torch.zeros(KILO)))
-        worker.start()
-        worker.join()
-        made[0].add_(1)
-        assert memory.live == 4_000
-        made.clear()
-        assert memory.live == 0
+    assert 24_000 <= peak_bytes(work, CPU) <= 24_100
 
 
 def test_peak_covers_the_backward_pass():
@@ -80,34 +47,46 @@ def test_peak_covers_the_backward_pass():
         torch.autograd.grad(x.exp().sum(), x)
 
     # forward holds e^x; backward holds it, and the gradient, beside a scalar or two
-    assert 8_000 <= peak_bytes(work, x) <= 8_100
+    assert 8_000 <= peak_bytes(work, CPU) <= 8_100
 
 
 def test_peak_sees_inside_our_own_operators():
     p = covariance(torch.randn(2, 40, 90, generator=torch.Generator().manual_seed(0)), dtype=torch.float64)
     matrix = p.nbytes
     # eigenvectors in the solver's order and in ours at the same time, of which only the second leaves the operator
-    assert peak_bytes(lambda: decompose(p), p) >= 2 * matrix
+    assert peak_bytes(lambda: decompose(p), CPU) >= 2 * matrix
 
 
-@pytest.mark.parametrize("name", ["eigh", "svd", "products", "newton_schulz"])
-def test_peak_agrees_with_the_profilers_account_of_the_allocator(name):
+class LiveStorages(TorchDispatchMode):
+    """An account of memory without the profiler: the storages of the outputs of operators, while they exist."""
+
+    live = peak = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        before = {tensor.untyped_storage().data_ptr() for tensor in tree_leaves((args, kwargs)) if torch.is_tensor(tensor)}
+        output = function(*args, **(kwargs or {}))
+        for storage in (tensor.untyped_storage() for tensor in tree_leaves(output) if torch.is_tensor(tensor)):
+            if storage.data_ptr() not in before:
+                self.live += storage.nbytes()
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self.free, storage.nbytes())
+        return output
+
+    def free(self, count):
+        self.live -= count
+
+
+@pytest.mark.parametrize("name", ["newton_schulz", "mpa_sqrt"])
+def test_peak_agrees_with_another_account(name):
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(2, 48, 100, generator=generator).requires_grad_()
-    grad = torch.randn(2, 48, 48, generator=generator)
+    x, grad = torch.randn(2, 48, 100, generator=generator).requires_grad_(), torch.randn(2, 48, 48, generator=generator)
 
     def work():
         torch.autograd.grad(bench.METHODS[name](x), x, grad)
 
-    work()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with LiveStorages() as account:
         work()
-    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
-    live = peak = 0
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
-        peak = max(peak, live)
-    assert peak_bytes(work, x, grad) == pytest.approx(peak, rel=0.02)
+    assert peak_bytes(work, CPU) == pytest.approx(account.peak, rel=0.02)
 
 
 # --- memory between the passes -----------------------------------------------------------------------------------
@@ -160,8 +139,9 @@ def test_the_gram_matrix_is_measured_only_where_it_is_smaller():
 
 def test_the_reference_is_always_measured_and_an_unknown_method_refused():
     assert bench.methods_for(8, 20, ["svd"]) == ["svd", "newton_schulz"]
-    with pytest.raises(ValueError, match=r"unknown method 'egih': did you mean 'eigh'"):
+    with pytest.raises(UnknownName) as error:
         bench.methods_for(8, 20, ["egih"])
+    assert "eigh" in error.value.suggestions
 
 
 def test_measure_on_layers_of_known_cost(monkeypatch):
@@ -187,9 +167,7 @@ def test_measure_on_layers_of_known_cost(monkeypatch):
         return WaitsBackward.apply(x)[..., :8]
 
     monkeypatch.setattr(bench, "METHODS", {"slow": slow, "newton_schulz": slow_backward})
-    rows = bench.measure(
-        (2, 8, 25), ["slow", "newton_schulz"], repeats=2, warmup=1, device=torch.device("cpu"), dtype=torch.float32
-    )
+    rows = bench.measure_methods((2, 8, 25), ["slow", "newton_schulz"], bench.FunctionalBench(repeats=2, warmup=1), CPU)
     forward_slow, backward_slow = rows
     assert forward_slow["forward_ms"] >= 50
     assert backward_slow["forward_backward_ms"] - backward_slow["forward_ms"] >= 50
@@ -204,8 +182,8 @@ def test_measure_on_layers_of_known_cost(monkeypatch):
 
 def test_the_command_writes_every_measurement_with_its_environment(tmp_path, capsys):
     out = tmp_path / "made" / "bench.csv"
-    argv = ["bench", "functional", "--batch", "2", "--channels", "8", "--positions", "[5,20]", "--repeats", "2"]
-    assert cli.main([*argv, "--device", "cpu", "--out", str(out)]) == 0
+    argv = ["functional", "--batch", "2", "--channels", "8", "--positions", "[5,20]", "--repeats", "2"]
+    assert main([*argv, "--device", "cpu", "--out", str(out)]) == 0
     with out.open(newline="") as file:
         rows = list(csv.DictReader(file))
     names = [(row["positions"], row["method"]) for row in rows]
@@ -224,80 +202,30 @@ def test_the_command_writes_every_measurement_with_its_environment(tmp_path, cap
 
 
 @pytest.mark.parametrize(
-    ("argv", "said"),
+    ("options", "argument"),
     [
-        (["--repeats", "0"], "--repeats must be at least 1"),
-        (["--channels", "[]"], "--channels needs whole numbers of at least 1, got []"),
-        (["--positions", "[4,0]"], "--positions needs whole numbers of at least 1"),
-        (["--methods", "[qr]"], "unknown method 'qr'"),
-        (["--methods", "[]"], "--methods needs a name at least, got an empty list"),
-        (["--device", "abacus"], "unknown device 'abacus'"),
-        (["--device", "cuda:99"], "device 'cuda:99' is not here"),
-        (["--device", "meta"], "device 'meta' is not supported"),
+        ({"repeats": 0}, "repeats"),
+        ({"warmup": -1}, "warmup"),
+        ({"channels": []}, "channels"),
+        ({"positions": [4, 0]}, "positions"),
+        ({"methods": []}, "methods"),
     ],
 )
-def test_options_that_cannot_be_are_refused_before_anything_runs(capsys, argv, said, monkeypatch, tmp_path):
+def test_invalid_options_are_refused(options, argument):
+    with pytest.raises(ArgumentError) as error:
+        bench.FunctionalBench(**options)
+    assert error.value.argument == argument
+
+
+@pytest.mark.parametrize("argv", [["--repeats", "0"], ["--methods", "[qr]"], ["--device", "abacus"], ["--device", "meta"]])
+def test_a_mistake_ends_with_code_2_before_anything_is_written(capsys, argv, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["bench", "functional", *argv]) == 2
-    assert said in capsys.readouterr().err
+    assert main(["functional", *argv]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_place_that_cannot_be_written_is_refused_at_once(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ValueError, match="cannot make the folder"):
-        writable(tmp_path / "file" / "bench.csv")
-    with pytest.raises(ValueError, match="cannot write the file"):
-        writable(tmp_path)
-    assert writable(tmp_path / "new" / "bench.csv").parent.is_dir()
-
-
-def test_the_device_is_picked_by_name():
-    assert pick_device("cpu") == torch.device("cpu")
-    assert pick_device("auto").type == ("cuda" if torch.cuda.is_available() else "cpu")
-    assert describe(pick_device("cpu"))["torch"] == torch.__version__
-
-
-# --- the doctor --------------------------------------------------------------------------------------------------
-
-
-def test_the_doctor_names_versions_and_remedies(monkeypatch):
-    monkeypatch.setattr(doctor, "installed", lambda package: None if package == "captum" else "1.2")
-    monkeypatch.setattr(doctor, "import_trouble", lambda module: "OSError: no such library")
-    rows = doctor.package_rows()
-    assert ("eigengrain", eigengrain.__version__) in rows
-    assert ("torch", "1.2") in rows
-    assert ("captum", "missing: pip install 'eigengrain[explain]'") in rows
-    assert ("", "import torchvision fails: OSError: no such library") in rows
-    assert "ruff" not in dict(rows)  # for developers
-
-
-def test_the_doctor_tries_imports_in_another_process():
-    assert doctor.import_trouble("json") == ""
-    assert "No module named 'not_there'" in doctor.import_trouble("not_there")
-
-
-def test_the_doctor_asks_the_eigensolver_itself(monkeypatch):
-    assert doctor.backend_on(torch.device("cpu")) == "torch"
-    asked = []
-    monkeypatch.setattr(doctor, "_choose", lambda backend, p: asked.append((backend, p.shape[0])) or "a solver")
-    assert doctor.backend_on(torch.device("cpu")) == "a solver"
-    assert asked == [("auto", 2)]
-    assert doctor.device_rows()[0][0] == "cpu"
-
-
-def test_the_doctor_prints_its_tables(capsys, monkeypatch):
-    monkeypatch.setattr(doctor, "import_trouble", lambda module: "")
-    monkeypatch.setattr(doctor, "installed", lambda package: None)
-    assert cli.main(["doctor"]) == 1  # torch is missing
-    shown = capsys.readouterr().out
-    assert "pip install 'eigengrain[explain]'" in shown
-    assert "eigensolver of backend='auto'" in shown
-
-
 # --- the comparison with released code ---------------------------------------------------------------------------
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "compare_released.py"
 
 STAND_IN = """
 import time, torch
@@ -316,7 +244,7 @@ def TriuvecLayer(q):
 """
 
 
-def test_released_code_is_measured_from_its_checkout(tmp_path):
+def test_released_code_is_measured_from_its_checkout(tmp_path, capsys):
     folder = tmp_path / "checkout" / "src" / "representation"
     folder.mkdir(parents=True)
     (folder / "MPNCOV.py").write_text(STAND_IN)
@@ -324,8 +252,8 @@ def test_released_code_is_measured_from_its_checkout(tmp_path):
     size = ["--batch", "2", "--channels", "6", "--side", "4", "--repeats", "3", "--device", "cpu", "--out", str(out)]
     checkout = str(tmp_path / "checkout")
     options = ["--fast-mpn-cov", checkout, "--differentiable-svd", checkout]
-    done = subprocess.run([sys.executable, str(SCRIPT), *options, *size], capture_output=True, text=True, check=True)
-    assert "skipped on the CPU" in done.stderr
+    assert main(["compare_released", *options, *size]) == 0
+    assert "skipped on the CPU" in capsys.readouterr().err
     with out.open(newline="") as file:
         rows = {row["layer"]: row for row in csv.DictReader(file)}
     assert set(rows) == {"ours", "ours-mpncov", "ours-isqrt", "newton-schulz"}
@@ -335,8 +263,42 @@ def test_released_code_is_measured_from_its_checkout(tmp_path):
     assert rows["ours"]["positions"] == "16"
 
 
-def test_a_wrong_checkout_is_named(tmp_path):
-    done = subprocess.run([sys.executable, str(SCRIPT), "--fast-mpn-cov", str(tmp_path)], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "MPNCOV.py is not there" in done.stderr
-    assert "Traceback" not in done.stderr
+def test_a_wrong_checkout_is_refused(tmp_path):
+    with pytest.raises(FileError) as error:
+        compare_released.run(compare_released.CompareReleased(fast_mpn_cov=str(tmp_path), device="cpu"))
+    assert error.value.path.name == "MPNCOV.py"
+    with pytest.raises(ArgumentError):
+        compare_released.run(compare_released.CompareReleased(device="cpu"))
+
+
+# --- every command -----------------------------------------------------------------------------------------------
+
+SMALL = {
+    "functional": "--batch 1 --channels 4 --positions 9 --methods eigh --repeats 1 --device cpu --out {}/b.csv",
+    "growth": "--batch 1 --channels 4 --at_batch 1 --at_channels 4 --positions 9 --methods eigh --repeats 1 --device cpu "
+    "--out {}/b.csv",
+    "heads": "--heads gap --batch 1 --channels 4 --side 3 --repeats 1 --device cpu --out {}/b.csv",
+    "step": "--backbones test_resnet --heads gap --batch 1 --img_size 32 --repeats 1 --device cpu --out {}/b.csv",
+    "solvers": "--batch 1 --channels 4 --at_channels 4 --positions 9 --samples 1 --repeats 1 --device cpu --out {}",
+    "explain": "--backbone test_resnet --batch 1 --img_size 64 --subsets all --rules vanilla --repeats 1 --device cpu "
+    "--out {}/b.csv",
+    "gradients": "--channels 8 --positions 20 --samples 1 --out {}",
+    "loader": "--images 4 --size 16 --batch_size 2 --repeats 1 --out {}/b.csv",
+}
+
+
+def test_every_benchmark_is_tested():
+    assert {*SMALL, "compare_released", "explorer_load"} == {command.name for command in COMMANDS}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_json_result_names_the_files(name, tmp_path, capsys):
+    assert main([name, *SMALL[name].format(tmp_path).split(), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert all(Path(file).is_file() for file in document["files"])
+    assert document.get("rows") or document["eigensolvers"]
+
+
+def test_a_quiet_benchmark_prints_its_file_alone(tmp_path, capsys):
+    assert main(["functional", *SMALL["functional"].format(tmp_path).split(), "--quiet"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/b.csv\n"

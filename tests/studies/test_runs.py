@@ -2,19 +2,33 @@
 
 import errno
 import json
+import os
 import subprocess
 import sys
+import time
 from contextlib import ExitStack
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
-from studies.comparison import best_rate, final_jobs, job_name, rate_jobs
-from studies.jobs import Job, described, read_record, run_jobs
+from studies.runs import Job, best_rate, describe_run, final_jobs, job_name, lock, rate_jobs, read_record, run_jobs
 
+from eigengrain.errors import FileError
 from eigengrain.training import train
-from studies import claims, jobs
+from studies import runs
 from training.small_run import colours, small
-from training.test_distributed import run_two, said
+
+ROOT = Path(__file__).parents[2]
+
+
+def run_two(module, *words):
+    """The standard output of two processes of torchrun."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", module, *words]
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "tests", ROOT / "tests" / "studies")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 @pytest.fixture
@@ -22,7 +36,7 @@ def drawn(monkeypatch):
     def sources(data, seed):
         return colours(val=6 if data.val_fraction else 0)
 
-    monkeypatch.setattr(jobs, "open_sources", sources)
+    monkeypatch.setattr(runs, "open_sources", sources)
 
 
 def two(epochs=1):
@@ -43,13 +57,13 @@ def test_each_job_is_done_once(drawn, trained_runs, tmp_path):
 def test_a_model_that_others_start_from_is_kept_and_made_again_where_it_is_gone(drawn, trained_runs, tmp_path):
     first, second = two()
     planned = [replace(first, kept=True), second]
-    found = run_jobs(lambda: planned, tmp_path, keep_models=False)
+    outcome = run_jobs(lambda: planned, tmp_path, keep_models=False)
     assert [folder.name for folder in (tmp_path / "runs").iterdir()] == ["seed0"]
     # on another machine, with the records alone
-    again = run_jobs(lambda: planned, tmp_path / "other", places=[tmp_path / "records"], keep_models=False)
+    again = run_jobs(lambda: planned, tmp_path / "other", more_records=[tmp_path / "records"], keep_models=False)
     assert trained_runs == ["seed0", "seed1", "seed0"]
     assert (tmp_path / "other" / "runs" / "seed0" / "model").is_dir()
-    assert again["seed0"]["scores"] == found["seed0"]["scores"]
+    assert again["seed0"]["scores"] == outcome["seed0"]["scores"]
     wild = replace(first.config, optimiser=replace(first.config.optimiser, lr=1e30))
     lost = [replace(planned[0], name="lost", config=wild)]
     assert run_jobs(lambda: lost, tmp_path)["lost"]["scores"] == {}  # there is no model, and there would be none again
@@ -60,43 +74,38 @@ def test_a_job_of_another_process_is_waited_for(drawn, trained_runs, tmp_path, m
     other = run_jobs(lambda: two()[:1], tmp_path / "other")
     trained_runs.clear()
     with ExitStack() as stack:
-        assert stack.enter_context(claims.claimed(tmp_path, "seed0"))
+        assert stack.enter_context(lock(tmp_path, "seed0"))
 
         def the_other_ends(seconds):
-            jobs.write_record(other["seed0"], tmp_path)
+            runs.write_record(other["seed0"], tmp_path)
             stack.close()
 
-        monkeypatch.setattr(jobs.time, "sleep", the_other_ends)
-        found = run_jobs(two, tmp_path)
+        monkeypatch.setattr(runs.time, "sleep", the_other_ends)
+        outcome = run_jobs(two, tmp_path)
     assert trained_runs == ["seed1"]
-    assert found["seed0"] == other["seed0"]
+    assert outcome["seed0"] == other["seed0"]
 
 
 def test_two_processes_share_a_study(tmp_path):
     """Both come to the same end, and nothing is trained twice."""
-    words = [sys.executable, "-m", "eigengrain.cli.main", "study", "spectrum", "--scale", "smoke", "--out", str(tmp_path)]
-    words += ["--device", "cpu", "--datasets", "cub"]
+    words = [sys.executable, "-m", "studies", "spectrum", "--scale", "smoke", "--out", str(tmp_path)]
+    words += ["--device", "cpu", "--datasets", "cub", "--heads", "mpncov"]
     both = [subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [process.communicate(timeout=120) for process in both]
+    printed = [process.communicate(timeout=120) for process in both]
     assert [process.returncode for process in both] == [0, 0]
-    begun = [line for _, errors in said for line in errors.splitlines() if " of " in line and "run " in line]
+    begun = [line for _, errors in printed for line in errors.splitlines() if " of " in line and "run " in line]
     assert len(begun) == len(list((tmp_path / "records").iterdir())) > 2
-    assert said[0][0] == said[1][0]
+    assert printed[0][0] == printed[1][0]
 
 
-def test_processes_of_torchrun_share_every_run(tmp_path):
-    """The model goes when both have analysed it, and both come to the same end."""
-    words = ["study", "spectrum", "--scale", "smoke", "--out", str(tmp_path), "--device", "cpu", "--datasets", "cub"]
-    out, _ = run_two("eigengrain.cli.main", *words, "--drop_models")
-    assert out.count("written to") == 2
-    records = [json.loads(file.read_text()) for file in (tmp_path / "records").iterdir()]
-    assert sum("spectrum" in record["analyses"] for record in records) == 2
-    assert not list((tmp_path / "runs").iterdir())
-
-
-def test_processes_of_torchrun_stop_together(tmp_path):
-    out, _ = run_two("studies.two_clocks", str(tmp_path))
-    assert said(out) == ["['seed0']"] * 2
+def test_processes_of_torchrun_share_every_run_and_stop_together(tmp_path):
+    """The model goes when both have analysed it, both come to the same end, and a limit of one ends both."""
+    printed = run_two("two_clocks", str(tmp_path))
+    assert printed.count("written to") == 2
+    records = [json.loads(file.read_text()) for file in (tmp_path / "study" / "records").iterdir()]
+    assert sum("spectrum" in record["analyses"] for record in records) == 1
+    assert not list((tmp_path / "study" / "runs").iterdir())
+    assert printed.splitlines().count("ended with ['seed0']") == 2
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOSYS])
@@ -107,7 +116,7 @@ def test_a_folder_on_a_file_system_without_locks(monkeypatch, tmp_path, number):
         raise OSError(number, "no locks here")
 
     monkeypatch.setattr(fcntl, "flock", refused)
-    with claims.claimed(tmp_path, "seed0") as mine:
+    with lock(tmp_path, "seed0") as mine:
         assert mine
 
 
@@ -126,32 +135,32 @@ def test_records_hold_what_was_measured_and_no_place_of_this_machine(drawn, tmp_
 
 
 def test_an_interrupted_study_goes_on(drawn, trained_runs, tmp_path, monkeypatch):
-    real = jobs.train
+    real = runs.train
 
     def stopped(config, sources):
         if config.out.endswith("seed1"):
             raise KeyboardInterrupt
         return real(config, sources)
 
-    monkeypatch.setattr(jobs, "train", stopped)
+    monkeypatch.setattr(runs, "train", stopped)
     with pytest.raises(KeyboardInterrupt):
         run_jobs(two, tmp_path)
-    monkeypatch.setattr(jobs, "train", real)
+    monkeypatch.setattr(runs, "train", real)
     assert set(run_jobs(two, tmp_path)) == {"seed0", "seed1"}
     assert trained_runs == ["seed0", "seed1"]
 
 
 def test_a_training_whose_record_finds_no_room_is_not_lost(drawn, tmp_path, monkeypatch):
-    real, steps = jobs.write_record, []
+    real, steps = runs.write_record, []
 
     def full(record, folder):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(jobs, "write_record", full)
+    monkeypatch.setattr(runs, "write_record", full)
     with pytest.raises(OSError, match="No space left"):
         run_jobs(lambda: two()[:1], tmp_path)
-    monkeypatch.setattr(jobs, "write_record", real)
-    monkeypatch.setattr(jobs, "train", lambda config, sources: train(config, sources, lambda *step: steps.append(step)))
+    monkeypatch.setattr(runs, "write_record", real)
+    monkeypatch.setattr(runs, "train", lambda config, sources: train(config, sources, lambda *step: steps.append(step)))
     assert run_jobs(lambda: two()[:1], tmp_path)["seed0"]["scores"]
     assert steps == []
     assert not list((tmp_path / "runs").rglob("*.pt"))
@@ -159,8 +168,9 @@ def test_a_training_whose_record_finds_no_room_is_not_lost(drawn, tmp_path, monk
 
 def test_a_record_of_other_options_is_not_taken_for_this_one(drawn, tmp_path):
     run_jobs(lambda: two()[:1], tmp_path)
-    with pytest.raises(ValueError, match=r"seed0.json is of a run with other options \(epochs\)"):
+    with pytest.raises(FileError) as error:
         run_jobs(lambda: two(epochs=2)[:1], tmp_path)
+    assert error.value.path.name == "seed0.json"
 
 
 PARTS = ("config", "scores", "seconds", "epochs", "environment", "analyses")
@@ -173,51 +183,54 @@ def parts_of(config, scores):
 @pytest.mark.parametrize("part", [*PARTS, "half", "list", "text"])
 def test_a_part_of_a_record_is_refused_by_its_name(part, tmp_path):
     job, path = two()[0], tmp_path / "seed0.json"
-    whole = parts_of(described(job.config), {})
+    whole = parts_of(describe_run(job.config), {})
     path.write_text(json.dumps(whole))
     assert read_record([tmp_path], job) == whole
     texts = {"half": json.dumps(whole)[:100], "list": "[1]", "text": json.dumps(" ".join(PARTS))}
     without = {key: value for key, value in whole.items() if key != part}
     for text in (texts.get(part) or json.dumps(without), texts.get(part) or json.dumps({**without, part: None})):
         path.write_text(text)
-        with pytest.raises(ValueError, match=r"seed0\.json is not a record of a run \(.*\): remove it"):
+        with pytest.raises(FileError) as error:
             read_record([tmp_path], job)
+        assert error.value.path == path
+        time.sleep(0.01)  # a file is read again when it has changed
 
 
-@pytest.mark.parametrize(
-    ("scores", "said"), [({"val_top1": 1.0}, "number test_top1"), ({"test_top1": 1.0, "val_top1": "80"}, "number val_top1")]
-)
-def test_scores_of_a_record_are_numbers(scores, said, tmp_path):
+@pytest.mark.parametrize("scores", [{"val_top1": 1.0}, {"test_top1": 1.0, "val_top1": "80"}])
+def test_scores_of_a_record_are_numbers(scores, tmp_path):
     job, path = two()[0], tmp_path / "seed0.json"
-    path.write_text(json.dumps(parts_of(described(job.config), scores)))
-    with pytest.raises(ValueError, match=rf"seed0\.json is not a record of a run \(it has no {said}\): remove it"):
+    path.write_text(json.dumps(parts_of(describe_run(job.config), scores)))
+    with pytest.raises(FileError) as error:
         read_record([tmp_path], job)
+    assert error.value.path == path
 
 
-def test_a_record_of_other_options_from_elsewhere_names_the_option_that_brought_it(tmp_path):
-    job = two()[0]
+def test_a_record_of_other_options_from_another_folder_is_refused(tmp_path):
     (tmp_path / "theirs").mkdir()
-    (tmp_path / "theirs" / "seed0.json").write_text(json.dumps(parts_of({}, {})))
-    with pytest.raises(ValueError, match=r"or choose another --records$"):
-        read_record([tmp_path / "ours", tmp_path / "theirs"], job)
-    with pytest.raises(ValueError, match=r"or choose another --out$"):
-        read_record([tmp_path / "theirs"], job)
+    path = tmp_path / "theirs" / "seed0.json"
+    path.write_text(json.dumps(parts_of({}, {})))
+    with pytest.raises(FileError) as error:
+        read_record([tmp_path / "ours", tmp_path / "theirs"], two()[0])
+    assert error.value.path == path
 
 
 def test_a_training_that_diverges_is_a_result_and_the_others_go_on(drawn, trained_runs, tmp_path):
     first, second = two()
     wild = replace(first.config, optimiser=replace(first.config.optimiser, lr=1e30))
     jobs_of_it = [replace(first, config=wild), second]
-    found = run_jobs(lambda: jobs_of_it, tmp_path)
-    assert found["seed0"]["diverged"] == "features are NaN or infinite in epoch 1 at batch 2 of 5"
-    assert (found["seed0"]["scores"], found["seed0"]["epoch"], found["seed0"]["analyses"]) == ({}, None, {})
-    assert found["seed1"]["scores"]
-    assert run_jobs(lambda: jobs_of_it, tmp_path) == found
+    outcome = run_jobs(lambda: jobs_of_it, tmp_path)
+    assert outcome["seed0"]["diverged"].endswith("in epoch 1 at batch 2 of 5")
+    assert (outcome["seed0"]["scores"], outcome["seed0"]["epoch"], outcome["seed0"]["analyses"]) == ({}, None, {})
+    assert outcome["seed1"]["scores"]
+    assert run_jobs(lambda: jobs_of_it, tmp_path) == outcome
     assert trained_runs == ["seed0", "seed1"]
 
 
-def test_no_job_begins_that_would_end_too_late(drawn, trained_runs, tmp_path):
-    assert set(run_jobs(two, tmp_path, seconds=1e-3)) == {"seed0"}  # how long one takes is not known before the first
+def test_no_job_begins_that_would_end_too_late(drawn, trained_runs, tmp_path, monkeypatch):
+    """How long one takes is not known before the first."""
+    real = runs.write_record
+    monkeypatch.setattr(runs, "write_record", lambda record, folder: real(record | {"seconds": 1000.0}, folder))
+    assert set(run_jobs(two, tmp_path, seconds=600)) == {"seed0"}
 
 
 def test_the_rate_with_the_best_validation_accuracy_is_trained_on_everything(drawn, tmp_path):

@@ -2,21 +2,21 @@
 
 import base64
 import csv
-import importlib.util
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
-from studies.config import GradientTour
-from studies.features import Factors, equal_eigenvalues, with_spectrum
+from benchmarks.__main__ import main
+from benchmarks.gradients import Factors, GradientsBench, equal_eigenvalues, with_spectrum
 
-from eigengrain.cli import main as cli
+from benchmarks import gradients
+from eigengrain.errors import ArgumentError
 from eigengrain.functional import GRADIENTS, covariance, sqrt_covariance
 from eigengrain.pages import Cell
-from studies import gradients
 
-TINY = GradientTour(channels=8, positions=20, samples=3)
+TINY = GradientsBench(channels=8, positions=20, samples=3)
 
 
 def generator() -> torch.Generator:
@@ -31,7 +31,7 @@ def symmetric(*shape: int) -> torch.Tensor:
 # --- features with a known spectrum ------------------------------------------------------------------------------
 
 
-def test_features_have_the_spectrum_that_was_asked_for():
+def test_features_have_the_given_spectrum():
     sigma = torch.tensor([2.0, 1.0, 0.5, 0.01, 0.0], dtype=torch.float64)
     x = with_spectrum(sigma, 11, 3, generator()).features.numpy()
     for sample in x:
@@ -40,9 +40,9 @@ def test_features_have_the_spectrum_that_was_asked_for():
 
 
 def test_a_rank_that_the_positions_cannot_have_is_refused():
-    with pytest.raises(ValueError, match="4 positions have rank 3 at most, got 5"):
+    with pytest.raises(ValueError):
         with_spectrum(torch.ones(5), 4, 1, generator())
-    with pytest.raises(ValueError, match="at least 11 positions, got 10"):
+    with pytest.raises(ValueError):
         equal_eigenvalues(5, 10, 1, generator())
 
 
@@ -82,9 +82,9 @@ def test_the_closed_form_agrees_with_the_gradient_by_svd(power, tolerance):
     factors = with_spectrum(torch.logspace(0, -power / 2, 12, dtype=torch.float64), 40, 4, generator())
     g = symmetric(4, 12, 12)
     x = factors.features.requires_grad_()
-    (found,) = torch.autograd.grad(sqrt_covariance(x, solver="svd"), x, g)
+    (outcome,) = torch.autograd.grad(sqrt_covariance(x, solver="svd"), x, g)
     expected = factors.root_gradient(g)
-    assert float((found - expected).norm() / expected.norm()) < tolerance
+    assert float((outcome - expected).norm() / expected.norm()) < tolerance
 
 
 # --- the tour ----------------------------------------------------------------------------------------------------
@@ -92,12 +92,12 @@ def test_the_closed_form_agrees_with_the_gradient_by_svd(power, tolerance):
 
 @pytest.fixture(scope="module")
 def rows():
-    return gradients.measure(TINY)
+    return gradients.measure_rules(TINY)
 
 
 def test_every_rule_meets_every_case(rows):
-    found = [(r["rule"], r["case"], r["loss"]) for r in rows]
-    assert len(found) == len(set(found)) == (len(GRADIENTS) + 1) * 10 * 2
+    outcome = [(r["rule"], r["case"], r["loss"]) for r in rows]
+    assert len(outcome) == len(set(outcome)) == (len(GRADIENTS) + 1) * 10 * 2
     assert {r["rule"] for r in rows} == {"exact, svd", *GRADIENTS}
     assert [r["case"] for r in rows[:: 2 * (len(GRADIENTS) + 1)]] == [
         *("1e2", "1e4", "1e6", "1e8", "1e10", "1e12", "1e14", "1e16"),
@@ -115,8 +115,9 @@ def test_the_exact_gradient_keeps_its_bound_everywhere(rows):
             assert r["error_worst"] < 1e-7, r
 
 
-def test_the_rules_fail_where_their_formulas_say(rows):
-    shown = gradients.summary(rows)
+def test_the_rules_fail_where_their_formulas_predict(rows):
+    errors, ratios = gradients.summary(rows)
+    shown = {rule: {case: (errors.loc[rule, case], ratios.loc[rule, case]) for case in errors} for rule in errors.index}
     assert math.isinf(shown["original"]["P=cI"][0])  # 0/0 off the diagonal
     assert math.isinf(shown["original"]["P=cI"][1])
     assert shown["original"]["1e4"][0] < 1e-10  # right while eigenvalues are apart
@@ -129,18 +130,18 @@ def test_the_rules_fail_where_their_formulas_say(rows):
 def test_a_case_is_compared_by_the_formulas_of_the_report():
     factors = with_spectrum(torch.logspace(0, -2, 8, dtype=torch.float64), 20, 3, generator())
     g = symmetric(3, 8, 8)
-    found = gradients.compare(factors, g, {"gradient": "newton"})
+    outcome = gradients.compare(factors, g, {"gradient": "newton"})
     x = factors.features.requires_grad_()
     (gradient,) = torch.autograd.grad(sqrt_covariance(x, gradient="newton"), x, g)
     exact, errors, ratios = factors.root_gradient(g), [], []
     for i in range(3):
         errors.append(np.linalg.norm(gradient[i] - exact[i]) / np.linalg.norm(exact[i]))
         ratios.append(np.linalg.norm(gradient[i]) / (math.sqrt(2 / 20) * np.linalg.norm(g[i])))
-    assert found["error_median"] == pytest.approx(np.median(errors))
-    assert found["error_worst"] == pytest.approx(max(errors))
-    assert found["bound_ratio_median"] == pytest.approx(np.median(ratios))
-    assert found["bound_ratio_worst"] == pytest.approx(max(ratios))
-    assert found["not_finite"] == 0
+    assert outcome["error_median"] == pytest.approx(np.median(errors))
+    assert outcome["error_worst"] == pytest.approx(max(errors))
+    assert outcome["bound_ratio_median"] == pytest.approx(np.median(ratios))
+    assert outcome["bound_ratio_worst"] == pytest.approx(max(ratios))
+    assert outcome["not_finite"] == 0
 
 
 def test_one_loss_sees_the_smallest_eigenvalues_alone():
@@ -154,16 +155,17 @@ def test_one_loss_sees_the_smallest_eigenvalues_alone():
 
 
 def test_tables_mark_what_leaves_the_bound():
-    shown = {"exact": {"1e2": (1e-15, 1 + 1e-12)}, "bad": {"1e2": (math.inf, 1.5)}, "worse": {"1e2": (0.5, math.inf)}}
-    errors, ratios = gradients.tables(shown)
+    rules = ["exact", "bad", "worse"]
+    frames = (pd.DataFrame({"1e2": v}, index=rules) for v in ([1e-15, math.inf, 0.5], [1 + 1e-12, 1.5, math.inf]))
+    errors, ratios = gradients.tables(*frames)
     assert [row[1] for row in errors.rows] == [Cell("1e-15"), Cell("NaN", True), Cell("0.50")]
     assert [row[1] for row in ratios.rows] == [Cell("1.00"), Cell("1.50", True), Cell("NaN", True)]
 
 
-def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
+def test_the_command_writes_its_files(tmp_path, capsys):
     out = tmp_path / "tour"
     sizes = ["--channels", "8", "--positions", "20", "--samples", "2"]
-    assert cli.main(["bench", "gradients", *sizes, "--out", str(out)]) == 0
+    assert main(["gradients", *sizes, "--out", str(out)]) == 0
     assert {p.name for p in out.iterdir()} == {"gradients.csv", "gradients.png", "report.html"}
 
     with (out / "gradients.csv").open(newline="") as file:
@@ -179,31 +181,14 @@ def test_the_tour_writes_its_files_and_says_where(tmp_path, capsys):
     assert all(f'<th scope="row">{rule}</th>' in page for rule in gradients.RULES)
     assert 'class="bad">NaN' in page
 
-    last = capsys.readouterr().out.strip().splitlines()[-1]
-    assert str(out / "report.html") in last
-    assert "next: eigengrain bench functional" in last
-    assert "eigengrain bench functional" in last
-    assert torch.get_num_threads() >= 1
-
-
-def test_the_tour_runs_without_matplotlib(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(
-        gradients, "find_spec", lambda name: None if name == "matplotlib" else importlib.util.find_spec(name)
-    )
-    gradients.run(GradientTour(channels=8, positions=20, samples=1, out=str(tmp_path)))
-    assert not (tmp_path / "gradients.png").exists()
-    assert "<img" not in (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "pip install 'eigengrain[explain]'" in capsys.readouterr().out
+    assert str(out / "report.html") in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"channels": 4}, "--channels must be at least 8"),
-        ({"channels": 64, "positions": 128}, "--positions must be more than twice --channels"),
-        ({"samples": 0}, "--samples must be at least 1"),
-    ],
+    ("options", "argument"),
+    [({"channels": 4}, "channels"), ({"channels": 64, "positions": 128}, "positions"), ({"samples": 0}, "samples")],
 )
-def test_sizes_that_cannot_be_are_refused(options, said):
-    with pytest.raises(ValueError, match=said):
-        GradientTour(**options)
+def test_invalid_sizes_are_refused(options, argument):
+    with pytest.raises(ArgumentError) as error:
+        GradientsBench(**options)
+    assert error.value.argument == argument
