@@ -41,7 +41,7 @@ test-lowest: .venv-lowest/.installed
 .venv-lowest/.installed: requirements/lowest.txt pyproject.toml
 	@$(PYTHON) -c '$(NEW_ENOUGH)'
 	$(PYTHON) -m venv .venv-lowest
-	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements/lowest.txt pytest pytest-xdist hypothesis
+	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements/lowest.txt pytest pytest-xdist
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
 

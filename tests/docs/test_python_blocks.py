@@ -1,7 +1,7 @@
 """Run every Python block of the pages, and the notebooks.
 
-The blocks of a page share their variables. A block that begins with ``# needs NAME`` is compiled, and run only if that package is
-installed; ``# needs a trained model`` and other phrases are compiled only.
+The blocks of a page share their variables. A block that begins with ``# needs NAME`` is compiled, and run only if that
+package is installed; ``# needs a trained model`` and other phrases are compiled only.
 """
 
 import json
