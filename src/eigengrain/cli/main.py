@@ -154,9 +154,9 @@ def _parse(program: Program, command: Command | None, words: list[str]) -> Reque
             if word not in flags:
                 raise unknown_option(word, flags)
         if {"--version", "-V"} & set(words):
-            print(f"{program.name} {program.version}")
+            print(f"{program.name} {program.version}", flush=True)
             raise SystemExit(0)
-    print(help_of(command, program), end="")
+    print(help_of(command, program), end="", flush=True)
     raise SystemExit(0)
 
 

@@ -108,7 +108,9 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
     if "print_config" in switches:
         import yaml  # type: ignore[import-untyped]
 
-        print(yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False, allow_unicode=True), end="")
+        print(
+            yaml.safe_dump(json.loads(json.dumps(asdict(config))), sort_keys=False, allow_unicode=True), end="", flush=True
+        )
         raise SystemExit(0)
     return Request(command, config, "quiet" in switches, "json" in switches)
 
