@@ -36,7 +36,7 @@ METHODS: dict[str, Layer] = {
 }
 
 
-def solver_of(method: str, x: Tensor, seb: bool = True) -> str | None:
+def solver_of(method: str, x: Tensor) -> str | None:
     """The solver of a method for these features: its own name, the choice of ``auto``, or None for an iteration.
 
     Example:
@@ -45,7 +45,7 @@ def solver_of(method: str, x: Tensor, seb: bool = True) -> str | None:
         ('gram', 'svd', None)
     """
     if method == "auto":
-        return F.choose_solver(x.device.type, x.shape[1], math.prod(x.shape[2:]), batch=x.shape[0], seb=seb)
+        return F.choose_solver(x.device.type, x.shape[1], math.prod(x.shape[2:]), batch=x.shape[0])
     return method if method in F.SOLVERS else None
 
 
@@ -100,7 +100,7 @@ def measure_methods(
         {
             **dict(zip(SIZES, shape, strict=True)),
             "method": name,
-            "solver": None if figures[name]["forward_ms"] is None else solver_of(name, first.x, branch[name]),
+            "solver": None if figures[name]["forward_ms"] is None else solver_of(name, first.x),
             "seb": "yes" if branch[name] else "no",
             **figures[name],
             "features": config.dtype,

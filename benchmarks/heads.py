@@ -67,7 +67,7 @@ def measure_heads(names: list[str], config: HeadsBench, device: torch.device, ad
     def solver(name: str, head: Head) -> str | None:
         if figures[name]["forward_ms"] is None or not isinstance(head, CovarianceHead) or head.normalise != "sqrt":
             return None
-        return solver_of(head.solver, x, head.seb)
+        return solver_of(head.solver, x)
 
     return [
         {

@@ -209,23 +209,20 @@ def choose_solver(
     dtype: torch.dtype = torch.float64,
     *,
     batch: int = 1,
-    seb: bool = False,
     spectrum: bool = False,
 ) -> str:
     """The solver of ``solver="auto"``: a fixed rule, derived from ``benchmarks/solver-choice-h200.csv``.
 
     1. ``svd`` in float32: the others square the condition number.
     2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
-    3. ``products`` on CUDA for batch × channels up to 8192, where it is faster than ``eigh``; not for singular covariances
-       (N ≤ C), not with the branch, which it does not compute accurately for every singular covariance, and not if
-       eigenvalues are needed.
+    3. ``products`` on CUDA for batch × channels up to 8192, where it is faster than ``eigh``; not for covariances that are
+       singular for lack of positions (N ≤ C), and not if eigenvalues are needed.
     4. ``eigh`` otherwise.
 
     Args:
         device_type: ``torch.device.type`` of the features.
         channels, positions: C and N of the features.
         dtype, batch: working precision, and number of feature maps.
-        seb: whether the Scaling Eigen Branch is applied.
         spectrum: whether eigenvalues are needed: for a subset, a published gradient rule, or to return them.
 
     Example:
@@ -237,10 +234,10 @@ def choose_solver(
     if positions < channels:
         return "gram"
     fast = device_type == "cuda" and batch * channels <= _PRODUCTS_LIMIT
-    return "products" if fast and positions > channels and not seb and not spectrum else "eigh"
+    return "products" if fast and positions > channels and not spectrum else "eigh"
 
 
-def _resolve_solver(solver: str, x: Tensor, seb: bool, dtype: torch.dtype, spectrum: bool) -> str:
+def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) -> str:
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
     if dtype == torch.float32 and solver not in ("auto", "svd"):
@@ -249,7 +246,7 @@ def _resolve_solver(solver: str, x: Tensor, seb: bool, dtype: torch.dtype, spect
     if solver != "auto":
         return solver
     batch, channels, *size = x.shape
-    return choose_solver(x.device.type, channels, math.prod(size), dtype, batch=batch, seb=seb, spectrum=spectrum)
+    return choose_solver(x.device.type, channels, math.prod(size), dtype, batch=batch, spectrum=spectrum)
 
 
 @overload
@@ -339,7 +336,7 @@ def sqrt_covariance(
     chosen, d = EigenSubset.parse(subset), x.shape[1]
     rule = GradientRule.of(gradient)
     spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
-    solver = _resolve_solver(solver, x, seb, dtype, spectrum)
+    solver = _resolve_solver(solver, x, dtype, spectrum)
     if accuracy < ERROR_BOUNDS[dtype]:
         remedy = "use {dtype}=torch.float64" if dtype == torch.float32 else ""
         raise ArgumentError("accuracy", f"must be at least {ERROR_BOUNDS[dtype]:g} in {dtype}", accuracy, remedy)
@@ -391,7 +388,7 @@ def sqrt_covariance_of_subsets(
     check_cut(cut)
     if not subsets:
         raise ArgumentError("subsets", "must contain at least one subset, such as 'all'", subsets)
-    solver = _resolve_solver(solver, x, seb, torch.float64, spectrum=True)
+    solver = _resolve_solver(solver, x, torch.float64, spectrum=True)
     if solver == "products":
         raise ArgumentError("solver", "must compute eigenvalues for a subset", solver, "use solver='eigh'")
     return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, torch.float64)
