@@ -24,6 +24,9 @@ $(STAMP): requirements/torch.txt requirements/dev.txt pyproject.toml
 demo: $(STAMP)
 	$(BIN)/eigengrain demo
 
+# one thread per process: pytest already runs one process per core
+test test-fast test-slow: export OMP_NUM_THREADS = 1
+
 test: $(STAMP) lint
 	$(BIN)/pytest -n auto --dist loadfile -m "not slow" src studies benchmarks tests
 
