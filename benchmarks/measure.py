@@ -225,7 +225,7 @@ class Bench:
         warmup: runs before them that do not count; 1 by default, 4 on CUDA, where the third run records graphs.
         device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1.
         seed: seed of random features, images and weights.
-        out: CSV file; benchmarks/NAME-DEVICE.csv by default. A chart has its name, with the ending .png.
+        out: CSV file; benchmarks/NAME-DEVICE.csv by default. A chart, if any, has the same name with the ending .png.
     """
 
     repeats: int = 5

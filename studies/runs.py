@@ -61,7 +61,7 @@ class Job:
 
 def describe_run(config: Train) -> dict[str, Any]:
     """The options of a run without the folders of this machine: equal for equal runs."""
-    values = json.loads(json.dumps(to_mapping(config)))
+    values = to_mapping(config)
     values["data"]["root"] = None
     if values["model"]["weights"] is not None:
         values["model"]["weights"] = Path(values["model"]["weights"]).name
