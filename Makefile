@@ -4,7 +4,7 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
-.PHONY: setup demo test test-fast test-slow test-lowest lint bench study docs clean
+.PHONY: setup demo test test-fast test-slow test-lowest fuzz mutants lint bench study docs clean
 .DEFAULT_GOAL := test
 
 setup: $(STAMP)
@@ -47,6 +47,14 @@ test-lowest: .venv-lowest/.installed
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check -r requirements/lowest.txt pytest pytest-xdist
 	.venv-lowest/bin/pip install --quiet --disable-pip-version-check --no-deps -e .
 	touch $@
+
+# make fuzz SAMPLES=20000 SEED=1 DEVICE=cuda
+fuzz: $(STAMP)
+	$(BIN)/python -m tests.fuzz --samples $(or $(SAMPLES),100000) --seed $(or $(SEED),0) --device $(or $(DEVICE),cpu)
+
+# the share of deliberate changes that make a test fail, see tests/mutants.py: make mutants TEXT=kernel
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants $(TEXT)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -39,7 +39,8 @@ class Eigh(NamedTuple):
 def rounding_floor(eigenvalues: Tensor, channels: int | None = None) -> Tensor:
     r"""Threshold at or below which descending eigenvalues are zero up to rounding, :math:`d\,\varepsilon\,\lambda_1`.
 
-    This is the only definition of a null eigenvalue in the package. The eigenvalues are (*, r), in the dtype of the
+    This is the only definition of a null eigenvalue in the package; singular values of features, whose condition number is
+    not squared, have a lower threshold (``solver="svd"``). The eigenvalues are (*, r), in the dtype of the
     decomposition, the result is (*, 1), and ``channels`` is d, r by default.
 
     Example:

@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.functional.inputs import check_integer, check_number
 from eigengrain.functional.matrix_products import nonzero, norm
-from eigengrain.functional.newton_schulz import newton_schulz, root_with_lyapunov
+from eigengrain.functional.newton_schulz import MOST_STEPS, newton_schulz, root_with_lyapunov
 from eigengrain.functional.scalar_functions import geometric_ratio
 from eigengrain.functional.subsets import EigenSubset
 
@@ -67,6 +68,9 @@ _FROM_SPECTRUM: dict[str, Callable[[Tensor, "GradientRule"], Tensor]] = {
     "pade": _pade,
     "power-iteration": _power_iteration,
 }
+
+#: largest degree and number of steps of the rules that sum a series
+_MOST_TERMS = 10**6
 
 #: every value of ``gradient=``
 GRADIENTS = ("exact", *_FROM_SPECTRUM, "newton", "lyapunov")
@@ -117,9 +121,11 @@ class GradientRule:
     def __post_init__(self) -> None:
         if self.name not in GRADIENTS:
             raise UnknownName("gradient rule", self.name, GRADIENTS)
-        for field, least in (("degree", 0), ("steps", 1), ("steps_newton", 1), ("threshold", 0)):
-            if getattr(self, field) < least:
-                raise ArgumentError(field, f"must be at least {least}", getattr(self, field))
+        check_integer(self.degree, "degree", _MOST_TERMS, least=0)
+        check_integer(self.steps, "steps", _MOST_TERMS)
+        check_integer(self.steps_newton, "steps_newton", MOST_STEPS)
+        check_number(self.threshold, "threshold", 0)
+        check_integer(1 if self.keep is None else self.keep, "keep")
 
     @classmethod
     def of(cls, rule: "str | GradientRule") -> "GradientRule":

@@ -17,6 +17,7 @@ from eigengrain.errors import ArgumentError
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # missing from torch's own __all__
 
 COMPUTE_DTYPES = (torch.float64, torch.float32)
+MOST_NUMBER = torch.finfo(torch.float64).max
 
 
 def check_floating(x: Tensor, argument: str = "x") -> None:
@@ -49,10 +50,19 @@ def check_compute_dtype(dtype: torch.dtype) -> None:
         raise ArgumentError("dtype", "must be torch.float64 or torch.float32", dtype)
 
 
-def check_integer(value: object, argument: str) -> None:
-    """Check an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ArgumentError(argument, "must be an integer of at least 1", value)
+def check_integer(value: object, argument: str, most: int | None = None, least: int = 1) -> None:
+    """Check an integer of at least 1 and, if ``most`` is given, at most that."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least or (most is not None and value > most):
+        limits = f"of at least {least}" if most is None else f"from {least} to {most}"
+        raise ArgumentError(argument, f"must be an integer {limits}", value)
+
+
+def check_number(value: object, argument: str, least: float = -MOST_NUMBER, most: float = MOST_NUMBER) -> None:
+    """Check a real number in [least, most]; NaN, infinity and bool are refused."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+        limits = "finite" if most == MOST_NUMBER and least == -most else f"at least {least:g}"
+        limits = limits if most == MOST_NUMBER else f"from {least:g} to {most:g}"
+        raise ArgumentError(argument, f"must be a number, {limits}", value)
 
 
 def output_dtype(x: Tensor) -> torch.dtype:

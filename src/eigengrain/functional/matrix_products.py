@@ -231,23 +231,25 @@ def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     return torch.where((times % 2 == 0)[:, None, None], even, odd)
 
 
-#: squarings of the exponential, and the largest trace they suffice for: 4e6, a standard deviation of 128 at d = 256
-_SQUARINGS = 28
-_LARGEST_TRACE = 2.0**22
-#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2²²/2²⁸] = [0, 1/32]
+#: squarings of the exponential, and the largest trace they suffice for: beyond it the rounding of P is larger than every
+#: eigenvalue that the exponential does not make 0
+_SQUARINGS = 54
+_LARGEST_TRACE = 2.0**48
+#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2⁴⁸/2⁵⁴] = [0, 1/32]
 _EXP_TERMS = 7
 
 #: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
 _LARGEST_START = 2.0**-10
-_MOST_SQUARINGS = 33
+_MOST_SQUARINGS = 59
 
 
 def exp_minus_twice(p: Tensor) -> Tensor:
     r""":math:`e^{-2P}` for positive semi-definite P (B, d, d) by scaling and squaring, without waiting for the device.
 
     The squarings work on :math:`E = e^{-2P} - I`, :math:`E \leftarrow 2E + E^2`, so that squarings that a small P does not
-    need lose no digits. The result is NaN for a trace above 2²², where the series is not accurate.
+    need lose no digits. A matrix with a trace above 2⁴⁸ is first scaled to that trace.
     """
+    p = p * (_LARGEST_TRACE / nonzero(trace(p))).clamp_max(1.0)
     if p.is_cuda and not torch.compiler.is_compiling() and not in_transform(p) and _kernel_available(p.device):
         e = _exp_counted(p)
     else:
@@ -255,7 +257,7 @@ def exp_minus_twice(p: Tensor) -> Tensor:
         e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
         for _ in range(_SQUARINGS):
             e = torch.baddbmm(e, e, e, beta=2.0)
-    return torch.where(trace(p) <= _LARGEST_TRACE, plus_identity(e, 1.0), torch.nan)
+    return plus_identity(e, 1.0)
 
 
 def _exp_counted(p: Tensor) -> Tensor:

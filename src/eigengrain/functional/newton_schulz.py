@@ -42,6 +42,9 @@ from eigengrain.functional.matrix_products import (
 )
 from eigengrain.functional.scaling_eigen_branch import qs_by_products
 
+#: with 50 steps, and 25 in float32, rounding makes the iteration diverge for singular P, where Z grows as 1.5^k
+MOST_STEPS = 40
+
 
 def _batched(P: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """The symmetric part as (B, d, d) in the working precision."""
@@ -59,7 +62,7 @@ def newton_schulz(P: Tensor, steps: int = 5, *, dtype: torch.dtype = torch.float
 
     Args:
         P: positive semi-definite (*, d, d).
-        steps: k.
+        steps: k, from 1 to 40 (20 if computed in float32); with more, rounding makes the iteration diverge for singular P.
         dtype: precision of the products, float64 or float32. The result is float64 if P is float64 and float32 otherwise.
 
     Example:
@@ -73,10 +76,11 @@ def newton_schulz(P: Tensor, steps: int = 5, *, dtype: torch.dtype = torch.float
     """
     check_square(P)
     check_compute_dtype(dtype)
-    check_integer(steps, "steps")
     if P.is_cuda and torch.backends.cuda.matmul.allow_tf32:
         dtype = torch.float64  # the backward products would use TF32, and no context here can prevent that
-    p = _batched(P, torch.promote_types(dtype, output_dtype(P)))
+    dtype = torch.promote_types(dtype, output_dtype(P))
+    check_integer(steps, "steps", MOST_STEPS if dtype == torch.float64 else MOST_STEPS // 2)
+    p = _batched(P, dtype)
     size = trace(p)
     scale = nonzero(size)
     with full_precision(p):
@@ -165,7 +169,7 @@ class _IsqrtRoot(torch.autograd.Function):
 
 def isqrt(p: Tensor, steps: int) -> Tensor:
     """:func:`newton_schulz` of covariances (B, d, d) in float64; on CUDA as in :func:`isqrt_covariance`."""
-    check_integer(steps, "steps")
+    check_integer(steps, "steps", MOST_STEPS)
     if not p.is_cuda or torch.compiler.is_compiling():
         return newton_schulz(p, steps)
     with torch.no_grad():
@@ -245,6 +249,8 @@ def _forward(xc: Tensor, *, seb: bool) -> tuple[Tensor, ...]:
         root = roots(p)
         return root.y * root.scale.sqrt(), *root
     root, (s, slope) = side_by_side(lambda: roots(p), lambda: qs_by_products(p), device_of=p)
+    # ‖∂s/∂X_c‖ = ‖2 (∂s/∂P) X_c‖ is at most 1; the rounding of a small s could exceed that
+    slope = slope / (2 * torch.linalg.matrix_norm(torch.bmm(slope, xc), keepdim=True)).clamp_min(1.0)
     return root.y * ((1 + s)[:, None, None] * root.scale.sqrt()), *root, s, slope
 
 
@@ -386,10 +392,15 @@ def pade_coefficients(degree: int) -> tuple[list[float], list[float]]:
     return numerator, denominator
 
 
+#: the largest degrees: more terms of the series change nothing, and above 12 rounding in the Padé denominator, whose
+#: condition number is 4^m, exceeds 1e-5
+MTP_DEGREES, MPA_DEGREES = 1000, 12
+
+
 def mtp_sqrt(P: Tensor, degree: int = 10) -> Tensor:
     r"""Matrix Taylor polynomial (MTP): :math:`\sqrt{\|P\|_F}` times the series of :math:`(I - Z)^{1/2}`, Z = I − P/‖P‖_F.
 
-    The gradient is the published one, eight cubic Lyapunov steps with the approximate root.
+    The gradient is the published one, eight cubic Lyapunov steps with the approximate root. The degree is at most 1000.
 
     Example:
         >>> mtp_sqrt(torch.eye(1) * 4)
@@ -398,7 +409,7 @@ def mtp_sqrt(P: Tensor, degree: int = 10) -> Tensor:
     References:
         Song et al., Fast Differentiable Matrix Square Root, ICLR 2022.
     """
-    check_integer(degree, "degree")
+    check_integer(degree, "degree", MTP_DEGREES)
     return _published_approximant(P, lambda z: polynomial(z, taylor_coefficients(degree)))
 
 
@@ -407,13 +418,13 @@ def mpa_sqrt(P: Tensor, degree: int = 5) -> Tensor:
 
     From the same paper and with the same gradient as :func:`mtp_sqrt`. The published linear solve with the denominator is
     replaced by an inversion by products: its eigenvalues are between :math:`(2m+1)/4^m` and 1, so the number of Newton
-    steps is fixed.
+    steps is fixed. The degree is at most 12: rounding grows as :math:`4^m`.
 
     Example:
         >>> mpa_sqrt(torch.eye(1) * 4)
         tensor([[2.]])
     """
-    check_integer(degree, "degree")
+    check_integer(degree, "degree", MPA_DEGREES)
     numerator, denominator = pade_coefficients(degree)
 
     def root(z: Tensor) -> Tensor:

@@ -12,6 +12,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from eigengrain.functional.inputs import check_number
+
 
 def geometric_ratio(high: Tensor, low: Tensor, p: float) -> Tensor:
     r""":math:`(1 - x^p)/(1 - x)` at :math:`x = \mathrm{low}/\mathrm{high}` in [0, 1], to full relative accuracy.
@@ -66,6 +68,7 @@ class Power(ScalarFunction):
     semidefinite = True
 
     def __init__(self, p: float):
+        check_number(p, "p", -100, 100)
         self.p = float(p)
         self.definite = self.p <= 0
         self.name = f"matrix_power(p={p:g})"

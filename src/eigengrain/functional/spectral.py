@@ -17,7 +17,7 @@ from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional._autograd import first_order_only
 from eigengrain.functional.eigen import decompose, rounding_floor
 from eigengrain.functional.gradient_rules import GradientRule
-from eigengrain.functional.inputs import check_square, output_dtype, to_compute
+from eigengrain.functional.inputs import check_number, check_square, output_dtype, to_compute
 from eigengrain.functional.matrix_products import symmetric
 from eigengrain.functional.scalar_functions import ExpInverse, Generic, Logarithm, Power, ScalarFunction, SquareRoot
 from eigengrain.functional.subsets import EigenSubset
@@ -91,6 +91,12 @@ def _checked_values(values: Tensor, f: ScalarFunction, floor: float) -> Tensor:
     return torch.where(relative <= rounding_floor(relative), 0.0, values)
 
 
+def keep_null_space(keep: Tensor, values: Tensor) -> Tensor:
+    """A mask (d,) as (*, d) for eigenvalues with exact zeros, which are kept if the first of them is, and else dropped."""
+    rank = torch.arange(len(keep), device=keep.device)
+    return keep[torch.minimum(rank, (values > 0).sum(-1, keepdim=True).clamp_max(len(keep) - 1))]
+
+
 def _cut_differences(k: Tensor, values: Tensor, f: Tensor, keep: Tensor, cut: str) -> Tensor:
     """Divided differences of the masked function; across the cut (f_i − 0)/(λ_i − λ_j), because the subspace turns."""
     kept = keep.to(f.dtype)
@@ -101,7 +107,8 @@ def _cut_differences(k: Tensor, values: Tensor, f: Tensor, keep: Tensor, cut: st
     f = f * kept
     rise = f.unsqueeze(-1) - f.unsqueeze(-2)
     run = values.unsqueeze(-1) - values.unsqueeze(-2)
-    across = (kept.unsqueeze(-1) != kept.unsqueeze(-2)) & (rise != 0)
+    # between equal eigenvalues there is no derivative, and the subspace is held fixed
+    across = (kept.unsqueeze(-1) != kept.unsqueeze(-2)) & (rise != 0) & (run != 0)
     return torch.where(across, rise / torch.where(across, run, 1.0), inside)
 
 
@@ -125,6 +132,8 @@ def _evaluate(
     fx = f(values)
     k = differences(values) if differences else f.divided_difference(values.unsqueeze(-1), values.unsqueeze(-2))
     if not chosen.covers(d):
+        if f.semidefinite and not f.definite:
+            keep = keep_null_space(keep, values)
         if not differences_include_cut:
             k = _cut_differences(k, values, fx, keep, cut)
         fx = fx * keep.to(fx.dtype)
@@ -154,6 +163,9 @@ def spectral_function(
         subset: eigenvalues that are kept, such as ``"top:206"``; the others are dropped from F.
         cut: how a cut spectrum is differentiated. ``exact`` lets the kept subspace turn with P, which is unbounded
             where the cut separates close eigenvalues (see :meth:`EigenSubset.relative_gap`); ``projector`` holds it fixed.
+            A cut between equal eigenvalues is undefined: the result depends on the solver's eigenvectors, and both
+            gradients hold them fixed. Of functions with f(0) = 0 of semi-definite matrices, eigenvalues that are zero up to
+            rounding are kept or dropped together, as the first of them is, so that a cut inside the null space is defined.
         backend: eigensolver, see :func:`eigh`.
 
     Raises:
@@ -217,7 +229,8 @@ def matrix_power(
 ) -> Tensor:
     r"""Power of positive semi-definite matrices, :math:`P^p = U \Lambda^p U^T`.
 
-    Zero eigenvalues stay zero for p > 0 (between two of them the derivative is set to 0 if p < 1); for p ≤ 0 they raise.
+    The exponent is from −100 to 100. Zero eigenvalues stay zero for p > 0 (between two of them the derivative is set to 0
+    if p < 1); for p ≤ 0 they raise.
 
     Example:
         >>> matrix_power(torch.diag(torch.tensor([4.0, 9.0])), -1).diagonal()
@@ -242,6 +255,7 @@ def matrix_log(
         >>> matrix_log(torch.eye(2) * 2).diagonal()
         tensor([0.6931, 0.6931])
     """
+    check_number(eps, "eps", 0)
     return _evaluate(P, Logarithm(), subset, cut, backend, floor=eps)
 
 

@@ -24,11 +24,18 @@ from eigengrain.functional._autograd import first_order_only, graph_token
 from eigengrain.functional.covariance import centre, covariance, outer_product
 from eigengrain.functional.eigen import check_finite, decompose, rounding_floor, zero_rounding
 from eigengrain.functional.gradient_rules import GradientRule
-from eigengrain.functional.inputs import LinAlgError, check_compute_dtype, check_features, full_precision, output_dtype
+from eigengrain.functional.inputs import (
+    LinAlgError,
+    check_compute_dtype,
+    check_features,
+    check_number,
+    full_precision,
+    output_dtype,
+)
 from eigengrain.functional.matrix_products import symmetric
 from eigengrain.functional.newton_schulz import root_by_products
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
-from eigengrain.functional.spectral import Cut, check_cut, matrix_sqrt
+from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
 from eigengrain.names import SOLVERS
 
@@ -108,8 +115,9 @@ def _factor_svd(xc: Tensor) -> _Factors:
     """Factors from the features themselves: the condition number is not squared, which float32 needs."""
     u, sigma, vt = _svd_op(xc)
     d, n = xc.shape[-2:]
-    # singular values have their own rounding level: their condition number is not squared
-    floor = math.sqrt(max(d, n)) * torch.finfo(xc.dtype).eps * sigma[..., :1]
+    # singular values have their own rounding level, because their condition number is not squared: LAPACK returns up to
+    # 2 √max(d, N) ε σ_1 for exact zeros
+    floor = 4 * math.sqrt(max(d, n)) * torch.finfo(xc.dtype).eps * sigma[..., :1]
     keep = (torch.arange(sigma.shape[-1], device=xc.device) < min(d, n - 1)) & (sigma > floor)
     return _Factors(u, torch.where(keep, sigma, 0.0), torch.where(keep.unsqueeze(-1), vt, 0.0))
 
@@ -131,11 +139,19 @@ def _ratios(sigma: Tensor, keep: Tensor, cut: str) -> Tensor:
     ki, kj = keep.unsqueeze(-1), keep.unsqueeze(-2)
     if cut == "projector":
         return torch.where(kj, torch.where(ki, inside, -1.0), 0.0)
-    squares = (si - sj) * total  # λ_i − λ_j
-    # λ_j/(λ_j − λ_i) − 1 = λ_i/(λ_j − λ_i) for i dropped, j kept; σ_i σ_j/(λ_i − λ_j) for i kept, j dropped
-    rise = torch.where(kj, -si * si, si * sj)
-    across = torch.where(rise == 0, 0.0, rise / torch.where(rise == 0, 1.0, squares))
+    # λ_j/(λ_j − λ_i) − 1 = λ_i/(λ_j − λ_i) for i dropped, j kept; σ_i σ_j/(λ_i − λ_j) for i kept, j dropped. Between equal
+    # eigenvalues there is no derivative, and the subspace is held fixed.
+    gap = torch.where(si == sj, 1.0, si - sj)
+    across = torch.where(si == sj, torch.where(kj, -1.0, 0.0), inside * torch.where(kj, si, -sj) / gap)
     return torch.where(ki & kj, inside, torch.where(ki | kj, across, 0.0))
+
+
+def _kept(subset: EigenSubset, sigma: Tensor, d: int) -> tuple[Tensor, Tensor]:
+    """Mask (*, r) of the kept directions (ones, not booleans, for all), and whether (*, 1, 1) those outside U are kept."""
+    if subset.covers(d):
+        return torch.ones_like(sigma), sigma.new_ones(1, dtype=torch.bool)
+    keep = keep_null_space(subset.mask(d, sigma.device), torch.nn.functional.pad(sigma, (0, d - sigma.shape[-1])))
+    return keep[..., : sigma.shape[-1]], keep[..., -1:, None]
 
 
 class _Root(torch.autograd.Function):
@@ -145,7 +161,7 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        x: Tensor, token: Tensor, u: Tensor, sigma: Tensor, vt: Tensor, keep: Tensor, cut: str, seb: bool, thin_cut: bool
+        x: Tensor, token: Tensor, u: Tensor, sigma: Tensor, vt: Tensor, keep: Tensor, outside: Tensor, cut: str, seb: bool
     ) -> Tensor:
         with full_precision(u):
             scaled = sigma * keep.to(sigma.dtype)
@@ -155,25 +171,22 @@ class _Root(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        x, token, u, sigma, vt, keep, cut, seb, thin_cut = inputs
-        ctx.save_for_backward(token, u, sigma, vt, keep)
-        ctx.options = (cut, seb, thin_cut, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
+        x, token, u, sigma, vt, keep, outside, cut, seb = inputs
+        ctx.save_for_backward(token, u, sigma, vt, keep, outside)
+        ctx.options = (cut, seb, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        cut, seb, thin_cut, shape, dtype, device = ctx.options
-        token, *factors, keep = ctx.saved_tensors
+        cut, seb, shape, dtype, device = ctx.options
+        token, *factors, keep, outside = ctx.saved_tensors
         with torch.no_grad(), full_precision(factors[0]):
-            dx = _gradient(grad, _Factors(*factors), keep, cut, seb, thin_cut)
+            dx = _gradient(grad, _Factors(*factors), keep, outside, cut, seb)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
         return first_order_only(dx, "sqrt_covariance", grad, token), None, None, None, None, None, None, None, None
 
 
-def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool, thin_cut: bool) -> Tensor:
-    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``.
-
-    ``thin_cut``: the directions outside a thin U are dropped, and the cut holds them fixed.
-    """
+def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cut: str, seb: bool) -> Tensor:
+    """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``; ``keep`` and ``outside`` as in :func:`_kept`."""
     u, sigma, vt = factors
     gu = symmetric(grad).to(u.dtype) @ u  # (B, d, r)
     c = u.mT @ gu  # (B, r, r)
@@ -182,7 +195,9 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, cut: str, seb: bool
     inner = c * _ratios(sigma, keep, cut)
     scale = torch.full_like(sigma[..., :1], 2.0)
     if keep.dtype == torch.bool:
-        gu = (u @ c if thin_cut else gu) * keep
+        if cut == "projector":
+            gu = torch.where(outside, gu, u @ c)
+        gu = gu * keep.unsqueeze(-2)
     if seb:
         s, slope = qs_and_slope(sigma.square())
         scale = scale * (1 + s).unsqueeze(-1)
@@ -308,8 +323,7 @@ def sqrt_covariance(
             holds for the full spectrum and for ``projector``.
         solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
             the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles into one
-            graph; with ``seb`` it is NaN for a covariance whose trace is above 2²², as in :func:`scaling_factor`).
-            ``auto`` is the rule of :func:`choose_solver`.
+            graph; the error of s is described in :func:`scaling_factor`). ``auto`` is the rule of :func:`choose_solver`.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
         dtype: working precision. float32 uses the SVD, which does not square the condition number.
         accuracy: required relative error of Q at condition number 1e10 and full rank. Every float64 solver guarantees
@@ -337,6 +351,7 @@ def sqrt_covariance(
     rule = GradientRule.of(gradient)
     spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
     solver = _resolve_solver(solver, x, dtype, spectrum)
+    check_number(accuracy, "accuracy", 0)
     if accuracy < ERROR_BOUNDS[dtype]:
         remedy = "use {dtype}=torch.float64" if dtype == torch.float32 else ""
         raise ArgumentError("accuracy", f"must be at least {ERROR_BOUNDS[dtype]:g} in {dtype}", accuracy, remedy)
@@ -357,15 +372,11 @@ def _roots(
     xc = centre(x.detach(), dtype)
     with full_precision(xc):
         u, sigma, vt = _FACTORS[solver](xc)
-    rank = sigma.shape[-1]
     token, matrices = graph_token(x), []
     for chosen in subsets:
-        mask = chosen.mask(d, xc.device)[:rank]  # directions beyond r are null and contribute nothing
-        keep = mask.to(xc.dtype) if chosen.covers(d) else mask
-        thin_cut = cut == "projector" and not chosen.keeps(rank, d)
-        q: Tensor = _Root.apply(x, token, u, sigma, vt, keep, cut, seb, thin_cut)
+        q: Tensor = _Root.apply(x, token, u, sigma, vt, *_kept(chosen, sigma, d), cut, seb)
         matrices.append(q.to(x.device, output_dtype(x)))
-    return matrices, torch.nn.functional.pad(sigma.square(), (0, d - rank)).to(matrices[0])
+    return matrices, torch.nn.functional.pad(sigma.square(), (0, d - sigma.shape[-1])).to(matrices[0])
 
 
 def sqrt_covariance_of_subsets(

@@ -1,7 +1,8 @@
 """Subsets of the eigenvalues, selected by rank."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -9,19 +10,29 @@ from torch import Tensor
 
 from eigengrain.errors import ArgumentError
 
-_TERM = re.compile(r"(top|last):(\d+)")
+_TERM = re.compile(r"(top|last):([0-9]{1,9})")
+
+#: limits of a subset, far above any use: the number of its terms, its nesting, and the length of its text
+_MOST_TERMS, _DEEPEST, _LONGEST = 1000, 50, 20_000
 
 
 def _terms(sum_: str) -> list[str]:
     """Split a sum at each + outside of brackets."""
-    terms, depth = [""], 0
-    for character in sum_:
+    start, depth, terms = 0, 0, []
+    for place, character in enumerate(sum_):
         depth += (character == "(") - (character == ")")
         if character == "+" and depth == 0:
-            terms.append("")
-        else:
-            terms[-1] += character
-    return terms
+            terms.append(sum_[start:place])
+            start = place + 1
+    return [*terms, sum_[start:]]
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:99]}…"
+
+
+def _too_large(value: str) -> ArgumentError:
+    return ArgumentError("subset", f"must have at most {_MOST_TERMS} terms, nested at most {_DEEPEST} deep", value)
 
 
 def small_part(d: int) -> int:
@@ -54,8 +65,15 @@ class EigenSubset:
     kind: Literal["all", "top", "last", "union", "complement"] = "all"
     k: int = 0
     parts: tuple["EigenSubset", ...] = ()
+    terms: int = field(init=False, repr=False, compare=False)
+    depth: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # counted from the parts, which are counted already: the other methods are recursive
+        object.__setattr__(self, "terms", sum([part.terms for part in self.parts]) or 1)
+        object.__setattr__(self, "depth", 1 + max([0, *[part.depth for part in self.parts]]))
+        if self.terms > _MOST_TERMS or self.depth > 2 * _DEEPEST:
+            raise _too_large(f"{self.kind} of {self.terms} terms, {self.depth} deep")
         if self.kind in ("top", "last") and (isinstance(self.k, bool) or not isinstance(self.k, int) or self.k < 1):
             raise ArgumentError("subset", "must have an integer k of at least 1", f"{self.kind}:{self.k}")
 
@@ -82,6 +100,9 @@ class EigenSubset:
             return text
         if not isinstance(text, str):
             raise ArgumentError("subset", "must be a string such as 'top:206'", text)
+        depths = accumulate((character == "(") - (character == ")") for character in text[:_LONGEST])
+        if len(text) > _LONGEST or text.count("+") >= _MOST_TERMS or max([0, *depths]) >= _DEEPEST:
+            raise _too_large(_shorten(text))
         subset, *others = [cls._parse_term(term, text) for term in _terms(text.replace(" ", ""))]
         for other in others:
             subset |= other
@@ -96,7 +117,7 @@ class EigenSubset:
         match = _TERM.fullmatch(term)
         if match is None:
             forms = "'all', 'top:k', 'last:k', a sum such as 'top:1+last:50' or a complement such as '~(top:206)'"
-            raise ArgumentError("subset", f"must be {forms}", text)
+            raise ArgumentError("subset", f"must be {forms}", _shorten(text))
         return cls("top" if match[1] == "top" else "last", int(match[2]))
 
     def complement(self) -> "EigenSubset":
@@ -141,10 +162,6 @@ class EigenSubset:
             return ~self.parts[0]._test(rank, d)
         low, high = {"all": (0, d), "top": (0, self.k), "last": (d - self.k, d)}[self.kind]
         return (rank >= low) & (rank < high)
-
-    def keeps(self, rank: int, d: int) -> bool:
-        """Whether the eigenvalue of a rank, counted from 0, is kept; True beyond the last one."""
-        return rank >= d or rank in self._members(d)
 
     def covers(self, d: int) -> bool:
         """Whether all d eigenvalues are kept."""

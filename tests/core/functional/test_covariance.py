@@ -7,6 +7,7 @@ from spectral_cases import refused
 
 from eigengrain.errors import ArgumentError
 from eigengrain.functional import covariance, matrix_from_triu, triu_vector
+from eigengrain.functional.covariance import outer_product
 
 
 @pytest.mark.parametrize("shape", [(3, 5, 4, 7), (3, 5, 28), (1, 1, 1, 1), (2, 6, 3), (2, 4, 1)])
@@ -100,3 +101,17 @@ def test_message_names_the_argument_and_the_remedy():
         ArgumentError, match=r"^x must have shape \(B, C, H, W\) or \(B, C, N\), got \(4, 5\): add a batch "
     ):
         covariance(torch.randn(4, 5))
+
+
+def test_the_triangle_is_the_upper_one():
+    a = torch.arange(9.0).view(3, 3).requires_grad_()
+    vector = triu_vector(a)
+    assert vector.tolist() == [0, 1, 2, 4, 5, 8]
+    vector.backward(torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0, 6.0]))
+    assert a.grad.tolist() == [[1, 2, 3], [0, 4, 5], [0, 0, 6]]
+
+
+@pytest.mark.parametrize("d", [127, 128, 131])
+def test_outer_product_in_quarters(d):
+    x = torch.randn(2, d, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(d))
+    torch.testing.assert_close(outer_product(x), torch.einsum("bin,bjn->bij", x, x), atol=1e-13, rtol=0)

@@ -260,4 +260,4 @@ def test_squarings_that_are_counted_on_the_device(d):
     counted = matrix_products.exp_minus_twice(p)
     assert (counted - exact).abs().max() < 1e-13
     assert torch.equal(counted, counted.mT)
-    assert matrix_products.exp_minus_twice(1e3 * p)[-1].isnan().all()  # a trace beyond 2²²
+    assert matrix_products.exp_minus_twice(1e60 * p).isfinite().all()

@@ -186,3 +186,21 @@ def test_rounding_floor_and_zeroing():
     assert torch.equal(rounding_floor(values, 3), torch.tensor([[6 * eps], [0.0]], dtype=F64))
     kept = eigen.zero_rounding(values[:, :3]) > 0
     assert kept.tolist() == [[True, True, False], [False, False, False]]
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_the_operator_maps_over_any_dimension(dim):
+    a = matrix(torch.tensor([3.0, 2.0, 1.0], dtype=F64), batch=3)
+    values, rows = torch.func.vmap(eigen._eigh_op, in_dims=(dim, None))(a.movedim(0, dim), "auto")
+    assert torch.equal(values, eigen.decompose(a).values)
+    assert torch.equal(rows.mT, eigen.decompose(a).vectors)
+
+
+def test_the_last_attempt_is_in_double_precision():
+    """An eigenvalue of 1e-7 of the largest has no correct digit from a float32 solver."""
+    p = matrix(torch.tensor([1.0, 1e-3, 1e-7], dtype=F64), batch=8, seed=3).float()
+    values = torch.cat([eigen._solve_item(p, i, Flaky([0.0, 1.0, -0.0], 2))[0] for i in range(len(p))])
+    expected = torch.linalg.eigvalsh(p.double())
+    assert values.dtype == torch.float32
+    assert torch.allclose(values.double(), expected, rtol=1e-6, atol=0)
+    assert not torch.allclose(torch.linalg.eigvalsh(p).double(), expected, rtol=1e-2, atol=0)

@@ -183,3 +183,12 @@ def test_autocast_has_no_effect():
 )
 def test_errors(call, subject):
     assert refused(call) == subject
+
+
+def test_a_float64_matrix_is_iterated_in_float64():
+    """``dtype=torch.float32`` is for float32 input; it does not take digits from a float64 matrix."""
+    p = matrix(log_spectrum(6, 1e4) ** 2, batch=2)
+    exact = newton_schulz(p)
+    assert relative(newton_schulz(p, dtype=torch.float32), exact) < 1e-14
+    in_float32 = relative(newton_schulz(p.float(), dtype=torch.float32), exact)
+    assert 1e-9 < in_float32 < 1e-5

@@ -1,7 +1,7 @@
 import mpmath
 import pytest
 import torch
-from spectral_cases import F64, generator, matrix, refused, relative
+from spectral_cases import F64, features, generator, matrix, refused, relative
 
 from eigengrain.errors import SecondOrderError
 from eigengrain.functional import exp_inverse, matrix_sqrt, scaling_factor, sqrt_covariance
@@ -64,8 +64,8 @@ def test_where_it_is_zero_so_is_its_gradient(solver, value):
 
 
 def test_nan_input_gives_a_nan_gradient():
-    p = torch.stack([torch.eye(3, dtype=F64), 1e7 * torch.eye(3, dtype=F64)]).requires_grad_()
-    s = scaling_factor(p, solver="products")  # the second trace is too large for products
+    p = torch.stack([torch.eye(3, dtype=F64), torch.full((3, 3), float("nan"), dtype=F64)]).requires_grad_()
+    s = scaling_factor(p, solver="products")
     (grad,) = torch.autograd.grad(s.sum(), p)
     assert s.isnan().tolist() == [False, True]
     assert grad[0].isfinite().all()
@@ -131,3 +131,31 @@ def test_products_keep_the_bound_for_singular_covariances(channels, kind, scale)
         assert results["products"][1].norm() <= bound * (1 + 1e-9)
         assert relative(results["products"][0], results["eigh"][0]) < 1e-5
         assert relative(results["products"][1], results["eigh"][1]) < 1e-3
+
+
+@pytest.mark.parametrize("kind, value", [("qs", 0.0), ("q", 0.0), ("s", 5**0.5), ("constant", 100.0)])
+def test_factors_of_a_zero_covariance(kind, value):
+    p = torch.zeros(2, 5, 5, dtype=F64, requires_grad=True)
+    factor = scaling_factor(p, kind)
+    assert factor.tolist() == pytest.approx([value] * 2, rel=1e-15)
+    if value == 0:
+        assert torch.autograd.grad(factor.sum(), p)[0].abs().max() == 0
+
+
+@pytest.mark.parametrize("largest", [1e5, 1e7, 1e8, 1e14, 1e20, 1e60])
+def test_products_for_large_features(largest):
+    """s is that of small eigenvalues next to large ones, and 0 where the rounding of P is larger than them."""
+    sigma = torch.tensor([largest, largest / 3, 0.7, 0.1], dtype=F64).sqrt()
+    x = features(6, 12, sigma, seed=1).requires_grad_()
+    q = sqrt_covariance(x.detach(), solver="svd")
+    for grad in (torch.randn(1, 6, 6, dtype=F64, generator=generator(1)), q / q.norm()):
+        results = [sqrt_covariance(x, True, solver=solver) for solver in ("products", "svd")]
+        (a, expected), (da, dx) = results, [torch.autograd.grad(r, x, grad)[0] for r in results]
+        s = expected.norm() / q.norm() - 1
+        assert da.norm() <= (2**0.5 * (1 + s) + q.norm()) / 12**0.5 * grad.norm()
+        if largest <= 1e8:
+            assert s > 0.1
+            assert relative(a, expected) < 1e-14 * largest
+            assert relative(da, dx) < 1e-3
+        else:
+            assert a.isfinite().all()

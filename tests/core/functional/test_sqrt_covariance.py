@@ -360,3 +360,14 @@ def test_a_projector_at_short_rank_has_one_gradient_on_every_route(subset, solve
     step = x @ torch.randn(1, 5, 5, dtype=F64, generator=generator(6))
     slope = (held(x + 1e-6 * step) - held(x - 1e-6 * step)) / 2e-6
     assert (dy * step).sum() == pytest.approx(slope.item(), rel=1e-6, abs=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_svd_returns_exact_zeros_for_null_directions(dtype):
+    """LAPACK returns up to 2 √max(d, N) ε for the singular values of positions that are zero."""
+    for seed in range(8):
+        g = generator(seed)
+        x = torch.randn(1, 48, 192, generator=g, dtype=F64) * (torch.rand(192, generator=g) < 0.15)
+        rank = min(48, int((x != 0).any(1).sum()))
+        values = sqrt_covariance(x.to(dtype), solver="svd", dtype=dtype, return_eigenvalues=True)[1]
+        assert int((values > 0).sum()) == rank
