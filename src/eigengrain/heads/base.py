@@ -3,13 +3,16 @@
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from eigengrain.errors import ArgumentError
 from eigengrain.functional.inputs import check_features, check_integer
 from eigengrain.functional.subsets import EigenSubset
+from eigengrain.heads.layers import record_call
 
 
 class Reduce(nn.Sequential):
@@ -27,6 +30,29 @@ class Reduce(nn.Sequential):
         )
 
 
+class StageReduce(nn.Module):
+    """One :class:`Reduce` per stage for the stacked maps of several stages, so that each stage keeps its own channels.
+
+    Args:
+        in_channels: channels of each stage.
+        out_channels: channels in all, divided evenly; the last stages get one more if a remainder is left.
+    """
+
+    def __init__(self, in_channels: Sequence[int], out_channels: int):
+        super().__init__()
+        self.in_channels = list(in_channels)
+        count = len(self.in_channels)
+        if out_channels < count:
+            raise ArgumentError("reduce", f"must be at least {count}, one channel per stage", out_channels)
+        self.stages = nn.ModuleList(
+            Reduce(channels, (out_channels + k) // count) for k, channels in enumerate(self.in_channels)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = x.split(self.in_channels, dim=1)
+        return torch.cat([reduce(part) for reduce, part in zip(self.stages, parts, strict=True)], dim=1)
+
+
 class ProductForm:
     """Mixin for modules that can be switched to a form made of matrix products alone, which exports."""
 
@@ -42,8 +68,9 @@ class Head(nn.Module, ProductForm):
     ``self.channels`` channels. Its output is float32 (float64 for float64 features), also under autocast.
 
     Args:
-        in_channels: channels of the feature map.
-        reduce: number of channels after a 1 × 1 convolution before pooling; None pools the map as it is.
+        in_channels: channels of the feature map; for the stacked maps of several stages the channels of each.
+        reduce: number of channels after a 1 × 1 convolution before pooling, in equal parts for several stages; None pools
+            the map as it is.
     """
 
     #: whether the vector grows with the square of the channels, so that ``reduce="auto"`` should reduce wide maps
@@ -53,14 +80,18 @@ class Head(nn.Module, ProductForm):
 
     out_features: int
 
-    def __init__(self, in_channels: int, reduce: int | None = None):
+    def __init__(self, in_channels: int | Sequence[int], reduce: int | None = None):
         super().__init__()
-        check_integer(in_channels, "in_channels")
+        stages: list[Any] = list(in_channels) if isinstance(in_channels, list | tuple) else [in_channels]
+        for channels in stages or [0]:
+            check_integer(channels, "in_channels")
         if reduce is not None:
             check_integer(reduce, "reduce")
-        self.in_channels = in_channels
-        self.channels = reduce or in_channels
-        self.reduce = Reduce(in_channels, reduce) if reduce else nn.Identity()
+        self.in_channels: int = sum(stages)
+        self.channels = reduce or self.in_channels
+        self.reduce: nn.Module = nn.Identity()
+        if reduce:
+            self.reduce = StageReduce(stages, reduce) if len(stages) > 1 else Reduce(self.in_channels, reduce)
 
     @property
     def summary(self) -> str:
@@ -70,6 +101,8 @@ class Head(nn.Module, ProductForm):
         return re.sub(r",?\s*:math:`[^`]*`", "", sentence).strip() or type(self).__name__
 
     def forward(self, x: Tensor) -> Tensor:
+        if isinstance(x, Proxy):
+            return record_call(self, x)
         return self.pool(self._reduced(x))
 
     def _reduced(self, x: Tensor) -> Tensor:
@@ -185,7 +218,7 @@ class SpectralHead(Head):
         return self.pool(reduced), Spectrum(self.eigenvalues(reduced), None)
 
     def forward(self, x: Tensor) -> Tensor:
-        if not self.record_spectrum:
+        if not self.record_spectrum or isinstance(x, Proxy):
             return super().forward(x)
         vector, self.last_spectrum = self.pool_with_spectrum(self._reduced(x))
         return vector

@@ -15,8 +15,16 @@ from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional.covariance import covariance, triu_vector
 from eigengrain.functional.eigen import eigh, zero_rounding
 from eigengrain.functional.gradient_rules import GradientRule
-from eigengrain.functional.inputs import check_integer, output_dtype
-from eigengrain.functional.newton_schulz import isqrt, log_products, mpa_sqrt, mtp_sqrt
+from eigengrain.functional.inputs import check_integer, check_number, output_dtype
+from eigengrain.functional.newton_schulz import (
+    MOST_STEPS,
+    MPA_DEGREES,
+    MTP_DEGREES,
+    isqrt,
+    log_products,
+    mpa_sqrt,
+    mtp_sqrt,
+)
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import matrix_log, matrix_power
 from eigengrain.functional.sqrt_covariance import sqrt_covariance, sqrt_covariance_of_subsets
@@ -125,10 +133,11 @@ class CovarianceHead(SpectralHead):
         ):
             if value not in choices:
                 raise UnknownName(kind, value, choices)
-        check_integer(steps, "steps")
-        check_integer(1 if degree is None else degree, "degree")
-        if not epsilon >= 0:
-            raise ArgumentError("epsilon", "must be at least 0", epsilon)
+        check_integer(steps, "steps", MOST_STEPS)
+        check_integer(1 if degree is None else degree, "degree", MPA_DEGREES if normalise == "mpa" else MTP_DEGREES)
+        check_number(epsilon, "epsilon", 0)
+        check_number(constant, "constant")
+        check_number(power, "power", -100, 100)
         self.out_features = self.channels * (self.channels + 1) // 2
         self.normalise, self.seb, self.path, self.factor = normalise, seb, path, factor
         self.constant, self.cut, self.solver = constant, cut, solver
@@ -274,3 +283,7 @@ SYSTEMS = {"mpncov": "sqrt", "isqrt": "newton-schulz", "mpa": "mpa", "mtp": "mtp
 for _name, _normalise in SYSTEMS.items():
     register_head(_name)(partial(CovarianceHead, normalise=_normalise, seb=False))
     register_head(_name + "+seb")(partial(CovarianceHead, normalise=_normalise, seb=True))
+
+# hierarchical covariance pooling: one covariance of the last two stages, with blocks within and between them
+register_head("hcov", stages=2)(partial(CovarianceHead, normalise="sqrt", seb=False))
+register_head("hcov+seb", stages=2)(partial(CovarianceHead, normalise="sqrt", seb=True))

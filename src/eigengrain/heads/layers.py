@@ -1,14 +1,21 @@
 """Building blocks of several heads: the second moment, elementwise roots, unit vectors, and a factorised classifier."""
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy, Tracer
 from torch.nn import functional as F
 
 from eigengrain.errors import ArgumentError
 from eigengrain.functional import triu_vector
 from eigengrain.functional.inputs import check_floating, check_integer, full_precision, output_dtype
+
+
+def record_call(module: nn.Module, x: Proxy) -> Any:
+    """Record a call of a module in a ``torch.fx`` trace, as one node: its code branches on shapes and values."""
+    assert isinstance(x.tracer, Tracer)
+    return x.tracer.create_proxy("call_module", x.tracer.path_of_module(module), (x,), {})
 
 
 def check_positive(value: float, argument: str = "eps") -> None:
@@ -105,6 +112,8 @@ class TriangleClassifier(nn.Module):
         return f"channels={self.channels}, num_classes={self.out_features}, rank={self.rank}"
 
     def forward(self, vector: Tensor) -> Tensor:
+        if isinstance(vector, Proxy):
+            return record_call(self, vector)
         check_floating(vector, "vector")
         if vector.ndim == 0 or vector.shape[-1] != self.in_features:
             triangle = f"the upper triangle of a {self.channels} × {self.channels} matrix"

@@ -1,7 +1,7 @@
 """Heads by name."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatch
 from typing import Any, TypeVar
 
@@ -12,10 +12,13 @@ Factory = Callable[..., Head]
 F = TypeVar("F", bound=Factory)
 
 _FACTORIES: dict[str, Factory] = {}
+_STAGES: dict[str, int] = {}
 
 
-def register_head(name: str) -> Callable[[F], F]:
+def register_head(name: str, stages: int = 1) -> Callable[[F], F]:
     """Register a head class, or a function that returns a head, under a new name.
+
+    ``stages`` is the number of last stages of a backbone whose maps the head pools together by default.
 
     Example:
         >>> @register_head("first-position")
@@ -27,13 +30,13 @@ def register_head(name: str) -> Callable[[F], F]:
         ...         return x[:, :, 0, 0]
         >>> create_head("first-position", in_channels=8).out_features
         8
-        >>> _ = _FACTORIES.pop("first-position")
+        >>> _ = _FACTORIES.pop("first-position"), _STAGES.pop("first-position")
     """
 
     def register(factory: F) -> F:
         if name in _FACTORIES:
             raise ArgumentError("name", "is already the name of a head", name, "choose another name")
-        _FACTORIES[name] = factory
+        _FACTORIES[name], _STAGES[name] = factory, stages
         return factory
 
     return register
@@ -49,12 +52,17 @@ def list_heads(pattern: str = "*") -> list[str]:
     return sorted(name for name in _FACTORIES if fnmatch(name, pattern))
 
 
-def create_head(name: str, in_channels: int, reduce: int | None = None, **options: Any) -> Head:
+def default_stages(name: str) -> int:
+    """Number of stages whose maps a head pools together, unless a model is created with another ``stages``."""
+    return _STAGES.get(name, 1)  # a model without pooling has no head
+
+
+def create_head(name: str, in_channels: int | Sequence[int], reduce: int | None = None, **options: Any) -> Head:
     """Create a head by name, for a feature map with ``in_channels`` channels.
 
     Args:
         name: one of :func:`list_heads`.
-        in_channels: channels of the feature map.
+        in_channels: channels of the feature map; for the stacked maps of several stages the channels of each.
         reduce: number of channels after a 1 × 1 convolution; None for no reduction.
         options: further arguments of the head, see its class.
 

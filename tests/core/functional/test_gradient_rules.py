@@ -5,7 +5,7 @@ import pytest
 import torch
 from spectral_cases import F64, matrix, refused, relative
 
-from eigengrain.functional import GRADIENTS, GradientRule, matrix_sqrt, newton_schulz
+from eigengrain.functional import GRADIENTS, GradientRule, matrix_sqrt, newton_schulz, sqrt_covariance
 
 VALUES = torch.tensor([2.0, 1.1, 1.0, 0.4, 0.05, 0.001], dtype=F64)
 P = matrix(VALUES, seed=11)[0]
@@ -191,3 +191,9 @@ class TestWhereTheyBreak:
 )
 def test_errors(call, subject):
     assert refused(call) == subject
+
+
+@pytest.mark.parametrize("rule", ["taylor", "newton", "topn"])
+def test_a_published_rule_does_not_change_the_value_of_the_scaled_root(rule):
+    x = torch.randn(2, 5, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(sqrt_covariance(x, True, gradient=rule), sqrt_covariance(x, True), rtol=1e-12, atol=1e-12)

@@ -192,3 +192,23 @@ def test_a_float64_matrix_is_iterated_in_float64():
     assert relative(newton_schulz(p, dtype=torch.float32), exact) < 1e-14
     in_float32 = relative(newton_schulz(p.float(), dtype=torch.float32), exact)
     assert 1e-9 < in_float32 < 1e-5
+
+
+@pytest.mark.parametrize("degree", [2, 5, 8])
+def test_pade_approximant_of_small_eigenvalues(degree):
+    """At eigenvalue 0 the denominator has its smallest value, (2m+1)/4^m, which takes the most steps to invert."""
+    values = torch.tensor([1.0, 1e-2, 1e-4, 0.0], dtype=F64)
+    numerator, denominator = pade_coefficients(degree)
+    z = 1 - values / values.norm()
+    rational = [sum(c * z**k for k, c in enumerate(coefficients)) for coefficients in (numerator, denominator)]
+    expected = values.norm().sqrt() * rational[0] / rational[1]
+    actual = mpa_sqrt(torch.diag(values), degree=degree)
+    assert torch.allclose(actual, torch.diag(expected), rtol=0, atol=1e-11)
+
+
+def test_documented_defaults():
+    assert torch.equal(newton_schulz(P), newton_schulz(P, steps=5, dtype=F64))
+    assert torch.equal(mtp_sqrt(P), mtp_sqrt(P, degree=10))
+    assert torch.equal(mpa_sqrt(P), mpa_sqrt(P, degree=5))
+    x = torch.randn(1, 3, 8, dtype=F64, generator=torch.Generator().manual_seed(0))
+    assert torch.equal(isqrt_covariance(x), isqrt_covariance(x, steps=5))

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from spectral_cases import F64, generator, relative
+from spectral_cases import F64, features, generator, relative
 
 from eigengrain.functional import matrix_sqrt, sqrt_covariance
 
@@ -52,3 +52,12 @@ def test_the_root_of_a_singular_matrix_has_no_slope_between_null_directions(scal
     root = matrix_sqrt(p)
     assert relative(root, (u * sigma[:, None]) @ u.mT) < 1e-13
     assert relative(torch.autograd.grad(root, p, g)[0], expected) < 1e-11
+
+
+@pytest.mark.parametrize("solver", ["eigh", "gram"])
+def test_the_rounding_level_is_that_of_the_channels_for_both_matrices(solver):
+    """d ε λ₁ with d = 200 channels, also if the 4 × 4 Gram matrix is decomposed: 1e-14 is below it, and 1e-13 above."""
+    sigma = torch.tensor([1.0, 1e-13**0.5, 1e-14**0.5], dtype=F64)
+    _, eigenvalues = sqrt_covariance(features(200, 4, sigma, seed=3), solver=solver, return_eigenvalues=True)
+    assert (eigenvalues[0] > 0).tolist() == [True, True] + [False] * 198
+    assert eigenvalues[0, 1].item() == pytest.approx(1e-13, rel=1e-3)

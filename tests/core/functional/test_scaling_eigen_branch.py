@@ -159,3 +159,11 @@ def test_products_for_large_features(largest):
             assert relative(da, dx) < 1e-3
         else:
             assert a.isfinite().all()
+
+
+@pytest.mark.parametrize("solver", ["eigh", "products"])
+def test_the_factor_may_be_changed_in_place(solver):
+    p = P.clone().requires_grad_()
+    factor = scaling_factor(p, solver=solver)
+    expected = torch.autograd.grad(3 * scaling_factor(p, solver=solver).sum(), p)[0]
+    assert torch.equal(torch.autograd.grad(factor.mul_(3).sum(), p)[0], expected)

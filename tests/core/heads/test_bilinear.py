@@ -182,3 +182,22 @@ def test_errors_of_the_improved_head():
 
 def test_registered():
     assert eigengrain.heads.bilinear.BilinearPooling is type(create_head("bcnn", 2))
+
+
+def test_the_form_by_products_has_the_same_ridge():
+    x = torch.randn(2, 4, 3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    head = create_head("bcnn-improved", 4, ridge=0.5)
+    expected = head(x)
+    head.use_products()
+    torch.testing.assert_close(head(x), expected, atol=1e-9, rtol=0)
+
+
+def test_the_moment_of_float32_features_is_computed_in_float64():
+    """Eigenvalues from 1e6 down to 1e-2: a second moment in float32 would lose the smallest."""
+    g = torch.Generator().manual_seed(0)
+    u = torch.linalg.qr(torch.randn(3, 3, dtype=torch.float64, generator=g))[0]
+    v = torch.linalg.qr(torch.randn(25, 3, dtype=torch.float64, generator=g))[0]
+    x = (5 * u * torch.tensor([1e3, 10.0, 0.1], dtype=torch.float64) @ v.mT).reshape(1, 3, 5, 5).float()
+    root = create_head("bcnn-improved", 3, ridge=1e-9).matrix(x)
+    exact = torch.linalg.svdvals(x[0].flatten(1).double()) / 5
+    assert torch.linalg.eigvalsh(root[0].double()).flip(0).tolist() == pytest.approx(exact.tolist(), rel=5e-3)

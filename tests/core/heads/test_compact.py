@@ -273,3 +273,15 @@ def test_sketch_errors(kind):
     assert refused(lambda: sketch(torch.rand(5, 4))) == "x"
     assert refused(lambda: sketch(torch.ones(5, dtype=torch.int64))) == "x"
     assert refused(lambda: sketch.pool(torch.rand(5))) == "x"
+
+
+@pytest.mark.parametrize("order, size, fits", [(1, 12, True), (2, 12, True), (3, 16, True), (3, 12, False), (4, 12, False)])
+def test_a_sketch_of_a_higher_order_exports_with_a_power_of_two(order, size, fits):
+    sketch = TensorSketch(4, size, order=order)
+    if fits:
+        x = draw(2, 5, 4)
+        expected = sketch.pool(x)
+        sketch.use_products()
+        torch.testing.assert_close(sketch.pool(x), expected, atol=1e-12, rtol=0)
+    else:
+        assert refused(sketch.use_products) == "out_features"

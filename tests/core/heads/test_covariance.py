@@ -237,3 +237,57 @@ def test_eigenvalues_beyond_the_rank_are_zero(options):
     _, eigenvalues = CovarianceHead(6, **options).pool_subsets(torch.randn(3, 6, 2, 2), ["all", "last:2"])
     assert eigenvalues[:, :3].min() > 1e-3
     assert not eigenvalues[:, 3:].any()
+
+
+@pytest.mark.parametrize("scale", [0.0, 1.0])
+def test_a_factor_learned_from_eigenvalues_has_a_finite_gradient_at_zeros(scale):
+    """The slope of the root is infinite at a zero eigenvalue."""
+    torch.manual_seed(0)
+    head = CovarianceHead(6, seb=True, factor="mlp-eigenvalues").double()
+    x = (scale * torch.randn(2, 6, 2, 2, dtype=F64, generator=generator(1))).requires_grad_()
+    head(x).sum().backward()
+    assert x.grad.isfinite().all()
+    assert x.grad.norm() < 100
+    assert all(parameter.grad.isfinite().all() for parameter in head.parameters())
+
+
+@pytest.mark.parametrize("normalise", ["sqrt", "newton-schulz", "log", "power", "none"])
+def test_recorded_eigenvalues_beyond_the_rank_are_exactly_zero(normalise):
+    x = torch.randn(3, 6, 2, 2, dtype=F64, generator=generator(2))
+    head = CovarianceHead(6, normalise=normalise)
+    with head.recording():
+        head(x)
+    recorded = head.last_spectrum.eigenvalues
+    expected = [np.linalg.eigvalsh(np.cov(sample, bias=True))[::-1] for sample in x.flatten(2).numpy()]
+    assert np.abs(recorded.numpy() - np.array(expected)).max() < 1e-13
+    assert (recorded[:, :3] > 0).all()
+    assert (recorded[:, 3:] == 0).all()
+    assert (head.eigenvalues(x)[:, 3:] == 0).all()
+
+
+def test_a_constant_factor_multiplies_the_root():
+    plain = CovarianceHead(D)(X)
+    for path in ("both", "scaled"):
+        scaled = CovarianceHead(D, seb=True, factor="constant", constant=3.0, path=path)(X)
+        torch.testing.assert_close(scaled, 3 * plain, rtol=1e-12, atol=0)
+
+
+def test_subsets_are_pooled_with_the_requested_cut():
+    g = torch.randn(3, D * (D + 1) // 2, dtype=F64, generator=generator(4))
+
+    def gradient(own, requested):
+        x = X.clone().requires_grad_()
+        [vector], _ = CovarianceHead(D, cut=own).pool_subsets(x, ["top:2"], requested)
+        return torch.autograd.grad(vector, x, g)[0]
+
+    exact, projector = gradient("exact", None), gradient("projector", None)
+    assert (exact - projector).norm() > 0.01 * exact.norm()
+    torch.testing.assert_close(gradient("exact", "projector"), projector)
+    torch.testing.assert_close(gradient("projector", "exact"), exact)
+
+
+def test_rules_from_the_spectrum_select_eigenvalues_and_others_do_not():
+    for rule, selectable in (("exact", True), ("taylor", True), ("topn", True), ("newton", False), ("lyapunov", False)):
+        assert CovarianceHead(D, gradient=rule).selectable is selectable
+    kept = CovarianceHead(D, gradient="taylor", subset="top:2")(X)
+    torch.testing.assert_close(kept, CovarianceHead(D, subset="top:2")(X), rtol=1e-12, atol=1e-12)

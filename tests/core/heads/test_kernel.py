@@ -206,3 +206,18 @@ def test_published_size():
 )
 def test_errors(options, subject):
     assert refused(lambda: create_head("kp", in_channels=6, **options)) == subject
+
+
+def test_orders_have_sketches_of_their_own():
+    """With one seed for all orders their first factors would put the same channels into the same bins."""
+    first, second, third = KernelPooling(32, order=4, sizes=64, seed=5).sketches
+    for a, b in ((first, second), (first, third), (second, third)):
+        assert (a.index[0] == b.index[0]).sum() < 8
+        assert 8 < (a.sign[0] == b.sign[0]).sum() < 24
+
+
+def test_suggested_gamma_is_at_least_one_for_equal_features():
+    """The mean inner product of equal unit vectors is 1, or a little more by rounding."""
+    for seed in range(50):
+        x = features(1, 7, 1, 1, seed=seed).expand(-1, -1, 3, 5)
+        assert 1 <= suggest_gamma(x) < 1 + 1e-12

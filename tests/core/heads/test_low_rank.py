@@ -193,3 +193,10 @@ def test_errors():
     assert refused(lambda: create_head("lrbp", 5, eps=0)) == "eps"
     assert refused(lambda: create_head("lrbp", 5).classifier(0)) == "num_classes"
     assert refused(lambda: create_head("lrbp", 5, project=4).classifier(3)(torch.rand(2, 9))) == "vector"
+
+
+def test_factors_of_the_classifier_have_unit_length_on_average():
+    torch.manual_seed(0)
+    factors = LowRankBilinearClassifier(64, 200, rank=8).factors
+    assert factors.square().sum(-1).mean().item() == pytest.approx(1, abs=0.02)
+    assert factors.mean().abs() < 1e-3

@@ -32,7 +32,7 @@ def test_published_heads_are_registered():
 
 
 def test_patterns():
-    assert list_heads("*cov*") == ["logcov", "logcov+seb", "mpncov", "mpncov+seb"]
+    assert list_heads("*pncov*") == ["mpncov", "mpncov+seb"]
     assert list_heads("nothing*") == []
 
 

@@ -7,7 +7,7 @@ from spectral_cases import refused
 
 from eigengrain.functional import matrix_from_triu, spectral_function
 from eigengrain.heads import create_head
-from eigengrain.heads.subspace import GrassmannPooling, SubspaceClassifier
+from eigengrain.heads.subspace import GrassmannPooling, LeadingSubspace, SubspaceClassifier
 
 
 def features(*shape, seed=0, dtype=torch.float64):
@@ -171,3 +171,17 @@ def test_errors(options, subject):
 
 def test_classifier_refuses_other_vectors():
     assert refused(lambda: SubspaceClassifier(6, 3, 2)(torch.zeros(2, 20))) == "vector"
+
+
+def test_eigenvalues_that_are_equal_up_to_rounding_have_no_slope_across_the_cut():
+    eps = torch.finfo(torch.float64).eps
+    values = torch.tensor([2.0, 1 + 2 * eps, 1.0, 0.5], dtype=torch.float64)
+    slope = LeadingSubspace(2).divided_difference(values.unsqueeze(-1), values.unsqueeze(-2))
+    expected = torch.tensor([[0, 0, 1, 2 / 3], [0, 0, 0, 2], [1, 0, 0, 0], [2 / 3, 2, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(slope, expected)
+
+
+def test_a_class_may_have_as_many_directions_as_there_are_channels():
+    classifier = GrassmannPooling(5, k=2, class_rank=5).classifier(3)
+    assert classifier.basis.shape == (3, 5, 5)
+    assert refused(lambda: GrassmannPooling(5, k=2, class_rank=6)) == "class_rank"
