@@ -58,7 +58,7 @@ class UnknownName(ValueError):
 
     Attributes:
         kind, name, choices, listing: as given.
-        suggestions: choices that are close to the name.
+        suggestions: as given, else choices that are close to the name.
 
     Example:
         >>> print(UnknownName("backend", "tosch", ["torch", "cpu"]))
@@ -67,10 +67,11 @@ class UnknownName(ValueError):
         unknown backend 'magma': choose from: torch, cpu
     """
 
-    def __init__(self, kind: str, name: object, choices: Iterable[str], listing: str = ""):
+    def __init__(self, kind: str, name: object, choices: Iterable[str], listing: str = "", suggestions: Iterable[str] = ()):
         self.kind, self.name, self.choices, self.listing = kind, name, tuple(choices), listing
         self.suggestions = (
-            get_close_matches(str(name), self.choices, n=3, cutoff=0.5)
+            list(suggestions)
+            or get_close_matches(str(name), self.choices, n=3, cutoff=0.5)
             or [choice for choice in self.choices if name and choice.startswith(str(name))][:3]
         )
         rest = f"all names: {listing}" if listing else f"choose from: {', '.join(self.choices)}"
@@ -90,7 +91,7 @@ class FileError(ValueError):
 
 
 class WeightsError(FileError):
-    """A weights file does not fit a model; ``report`` is the ``LoadReport`` of strict loading, None if nothing fits."""
+    """A weights file does not fit a model; ``report`` is the ``LoadReport`` of what fits, None if nothing does."""
 
     def __init__(self, path: str | Path, problem: str, report: object = None):
         super().__init__(path, problem, "load")
@@ -185,7 +186,8 @@ class UnreadableImages(FileError):
     def __init__(self, problems: Iterable[tuple[str, str]], listing: Path):
         self.problems, self.listing = tuple(problems), listing
         (path, reason), number = self.problems[0], len(self.problems)
-        super().__init__(path, f"{reason}; replace or remove the {number} unreadable images that {listing} lists")
+        remedy = f"replace or remove the {number} unreadable images that {listing} lists, or set data.skip_unreadable"
+        super().__init__(path, f"{reason}; {remedy}")
 
 
 class MissingPackageError(ImportError):
@@ -210,6 +212,15 @@ class ShortRankWarning(UserWarning):
     def __init__(self, message: str, channels: int = 0, positions: int = 0):
         self.channels, self.positions = channels, positions
         super().__init__(message)
+
+
+class UnfinishedWarning(UserWarning):
+    """A model is that of an unfinished training: of a ``checkpoint`` after ``epoch`` (of ``epochs``) and ``batch``."""
+
+    def __init__(self, checkpoint: Path, epoch: int, batch: int, epochs: int):
+        self.checkpoint, self.epoch, self.batch, self.epochs = checkpoint, epoch, batch, epochs
+        place = f"batch {batch} of epoch {epoch + 1}" if batch else f"epoch {epoch}"
+        super().__init__(f"the training has not finished: {checkpoint} has the weights after {place} of {epochs}")
 
 
 def did_you_mean(suggestions: Iterable[str]) -> str:

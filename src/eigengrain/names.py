@@ -5,8 +5,8 @@ Other modules import their tuple from here, so that each list exists once. A tes
 
 #: names for ``create_head``
 HEADS = (
-    *("bcnn", "bcnn-improved", "cbp", "gap", "gmp", "gp", "isqrt", "isqrt+seb", "kp", "logcov", "logcov+seb", "lrbp"),
-    *("monet", "mpa", "mpa+seb", "mpncov", "mpncov+seb", "mtp", "mtp+seb", "run"),
+    *("bcnn", "bcnn-improved", "cbp", "gap", "gmp", "gp", "hcov", "hcov+seb", "isqrt", "isqrt+seb", "kp", "logcov"),
+    *("logcov+seb", "lrbp", "monet", "mpa", "mpa+seb", "mpncov", "mpncov+seb", "mtp", "mtp+seb", "run"),
 )
 #: backbones of the paper, of its comparisons and of the demo; ``list_backbones`` has all of timm and torchvision
 BACKBONES = (
@@ -29,6 +29,8 @@ INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos")
 
 AMP = ("none", "bf16", "fp16")
 CACHES = ("none", "device")
+#: against classes of different sizes: classes drawn equally often, or weights of the loss
+BALANCES = ("none", "sampler", "weights")
 LOGS = ("none", "tensorboard")
 #: which weights of a training are kept
 SELECTIONS = ("last", "best-val", "best-test")

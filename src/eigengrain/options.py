@@ -13,6 +13,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from difflib import get_close_matches
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from eigengrain import yaml_files
@@ -99,7 +100,9 @@ def build(config: type[C], values: Any, prefix: str = "") -> C:
     hints, names = get_type_hints(config), [f.name for f in fields(config)]  # type: ignore[arg-type]
     for key in values:
         if key not in names:
-            raise UnknownName("option", f"{prefix}{key}", [prefix + name for name in names])
+            own = [prefix + name for name in names]
+            near = similar_options(f"{prefix}{key}", [*own, *(option.name for option in options_of(config, prefix))])
+            raise UnknownName("option", f"{prefix}{key}", own, suggestions=dict.fromkeys(near))
     return config(**{key: convert(value, hints[key], prefix + key) for key, value in values.items()})
 
 
@@ -194,6 +197,11 @@ class Option:
     def last(self) -> str:
         """The last part of the dotted name."""
         return self.name.rsplit(".", 1)[-1]
+
+    @property
+    def argument(self) -> str:
+        """Its name in the help if it is given as an argument: CHECKPOINT, or FOLDER for data.root."""
+        return self.metavar if "." in self.name else self.name.upper()
 
     @property
     def group(self) -> str:
@@ -315,7 +323,7 @@ def _words(kind: Any) -> tuple[str, ...]:
 
 
 def _as_typed(value: Any) -> str:
-    if isinstance(value, bool | dict):
+    if value is None or isinstance(value, bool | dict):
         return json.dumps(value)
     if isinstance(value, list | tuple):
         return f"[{','.join(map(_as_typed, value))}]"
@@ -338,13 +346,29 @@ def options_of(config: type[Any], prefix: str = "") -> tuple[Option, ...]:
     return tuple(options)
 
 
-def as_words(config: Any, skip: Sequence[str] = ()) -> list[str]:
-    """The words of a command line for the options of a config that do not have their defaults."""
+def similar_options(name: str, options: Sequence[str]) -> list[str]:
+    """At most three options whose last part is that of a wrong name, or close to it; else those that are close as a whole.
+
+    Example:
+        >>> similar_options("lr", ["log", "optimiser.lr"]), similar_options("models.head", ["model.head", "seed"])
+        (['optimiser.lr'], ['model.head'])
+        >>> similar_options("classifier_lr", ["log", "optimiser.lr", "optimiser.classifier_lr_scale"])
+        ['optimiser.classifier_lr_scale']
+    """
+    last, lasts = name.rpartition(".")[2], {option: option.rpartition(".")[2] for option in options}
+    near = [last] if last in lasts.values() else get_close_matches(last, set(lasts.values()), n=3, cutoff=0.65)
+    same = [option for part in near for option in options if lasts[option] == part]
+    return same[:3] or get_close_matches(name, options, n=3, cutoff=0.65)
+
+
+def as_words(config: Any, skip: Sequence[str] = (), base: Any = None) -> list[str]:
+    """The words of a command line for the options that differ from the defaults, or from those of another config."""
     words: list[str] = []
     for option in options_of(type(config)):
-        value = getattr(config, option.name)
-        if value != option.default and option.name not in skip:
-            values = value if option.facts.get("several") else [] if option.switch else [value]
+        read = operator.attrgetter(option.name)
+        value = read(config)
+        if value != (option.default if base is None else read(base)) and option.name not in skip:
+            values = value if option.facts.get("several") else [] if option.switch and value else [value]
             words += [f"--{option.name}", *map(_as_typed, values)]
     return words
 

@@ -7,6 +7,7 @@ from typing import Any
 import yaml  # type: ignore[import-untyped]
 
 from eigengrain.errors import FileError
+from eigengrain.files import read_text
 
 #: limits of a file of options: bytes, levels of nesting, and values after aliases are expanded
 MAX_BYTES, MAX_DEPTH, MAX_VALUES = 1 << 20, 50, 10_000
@@ -18,18 +19,10 @@ def read_mapping(path: str | Path) -> dict[str, Any]:
     Raises:
         FileError: if the file is missing, too large, not UTF-8, not YAML, not a mapping, or not made of plain values.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise FileError(path, "no such file")
+    text = read_text(path, MAX_BYTES)
     try:
-        with path.open("rb") as file:
-            content = file.read(MAX_BYTES + 1)
-        if len(content) > MAX_BYTES:
-            raise ValueError(f"the file is larger than {MAX_BYTES} bytes")
-        values = load(content.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise FileError(path, f"it is not UTF-8 text ({error.reason})") from None
-    except (OSError, ValueError) as error:
+        values = load(text)
+    except ValueError as error:
         raise FileError(path, str(error)) from None
     if not isinstance(values, Mapping):
         content_type = "nothing" if values is None else f"a {type(values).__name__}"

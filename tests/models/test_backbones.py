@@ -159,9 +159,10 @@ def test_class_token_per_stage_and_shared_modules(tmp_path):
 
 
 def test_token_grid_without_a_patch_embedding():
-    assert token_grid(nn.Module(), 24, (64, 96)) == (4, 6)
-    assert token_grid(nn.Module(), 3, (10, 300)) == (1, 3)
-    assert refuse(token_grid, nn.Module(), 23, (64, 96)).value == (64, 96)
+    assert token_grid(24, (64, 96)) == token_grid(24, (64, 96), embedded=(5, 5)) == (4, 6)
+    assert token_grid(24, (64, 96), embedded=(8, 3)) == (8, 3)
+    assert token_grid(3, (10, 300)) == (1, 3)
+    assert refuse(token_grid, 23, (64, 96)).value == (64, 96)
     x = torch.arange(2 * 7 * 5.0).reshape(2, 7, 5)
     fmap = FeatureLayout("tokens", 1).to_map(x, nn.Module(), (20, 30))
     assert torch.equal(fmap[:, :, 1, 0], x[:, 4])

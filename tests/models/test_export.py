@@ -50,9 +50,14 @@ def build(backbone, head, options):
 
 
 def trained_like(backbone=SMALL, head="mpncov+seb", **options):
-    """A model whose batch statistics fit its features, in training mode so that exporting has something to restore."""
+    """A model whose batch statistics fit its features, in training mode so that exporting has something to restore.
+
+    Its vectors are calibrated by a factor of 3.
+    """
     options = {"num_classes": 10, "last_stride": 1, "reduce": 12, **options}
-    return copy.deepcopy(build(backbone, head, json.dumps(options)))
+    model = copy.deepcopy(build(backbone, head, json.dumps(options)))
+    model.vector_scale.fill_(3)
+    return model
 
 
 @torch.no_grad()
@@ -102,7 +107,7 @@ def test_onnx(head, tmp_path):
     # with several threads, ONNX Runtime's ScatterND loses values that are added to the same bin
     assert not {"ScatterND", "DFT"} & operators(path)
     if head == "mpncov+seb":
-        (got,) = session.run(None, {"image": images(3).numpy()})
+        (got,) = session.run(["logits"], {"image": images(3).numpy()})
         assert relative(got, paper_in_numpy(model.eval(), images(3))) < 1e-5
         check_digits(path)
 
@@ -126,7 +131,7 @@ def paper_in_numpy(model, x):
         s = np.sqrt((eigenvalues * np.exp(-2 * eigenvalues)).sum())
         vectors.append(((1 + s) * (u * np.sqrt(eigenvalues)) @ u.T)[np.triu_indices(len(sample))])
     weight, bias = (p.double().numpy() for p in model.classifier.parameters())
-    return np.stack(vectors) @ weight.T + bias
+    return float(model.vector_scale) * np.stack(vectors) @ weight.T + bias
 
 
 @pytest.mark.slow
@@ -162,9 +167,10 @@ def test_metadata_of_an_onnx_file(tmp_path):
     ]
 
     session = onnxruntime.InferenceSession(report.path, providers=["CPUExecutionProvider"])
-    (image,), (logits,) = session.get_inputs(), session.get_outputs()
+    (image,), (logits, probabilities) = session.get_inputs(), session.get_outputs()
     assert (image.name, image.type, image.shape) == ("image", "tensor(float)", ["batch", 3, 64, 96])
     assert (logits.name, logits.type, logits.shape) == ("logits", "tensor(float)", ["batch", 2])
+    assert (probabilities.name, probabilities.type, probabilities.shape) == ("probabilities", "tensor(float)", ["batch", 2])
     written = session.get_modelmeta().custom_metadata_map
     assert written == metadata(model, (64, 96))
     assert json.loads(written["class_names"]) == ["sparrow", "Zaunkönig"]

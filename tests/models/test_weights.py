@@ -6,8 +6,9 @@ import functools
 import json
 import logging
 import os
-import pickle
 import re
+import zipfile
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import save_file
 
 from eigengrain.errors import ArgumentError, FileError, WeightsError
 from eigengrain.functional import EigenSubset
-from eigengrain.models import create_model, from_pretrained, load_weights, save_pretrained
+from eigengrain.models import create_model, from_pretrained, load_weights, pretrained, save_pretrained
 
 # a bottleneck ResNet with one block per stage: all names of the large ones, little to compute
 SHALLOW = {"layers": (1, 1, 1, 1)}
@@ -38,6 +39,11 @@ def other_values(model):
         for value in (*model.parameters(), *model.buffers()):
             value.add_(1)
     return model
+
+
+def without_factor(model):
+    """The state of a model as published files have it."""
+    return {name: value for name, value in model.state_dict().items() if name != "vector_scale"}
 
 
 def equal(a, b):
@@ -108,7 +114,7 @@ def test_backbone_alone(tmp_path, caplog):
     report = load_weights(model, path)
     assert report.ignored == ("fc.bias", "fc.weight")
     assert report.mismatched == ()
-    assert set(report.new) == {n for n in model.state_dict() if not n.startswith("backbone.") and "num_batches" not in n}
+    assert set(report.new) == {n for n in model.state_dict() if n.startswith(("head.", "classifier.")) and "num_b" not in n}
     assert len(str(report).splitlines()) == 3
     with pytest.raises(WeightsError) as error:
         load_weights(model, path, strict=True)
@@ -170,7 +176,7 @@ def split_network(model, representation=True):
     """Names of features (a sequence), representation or a reduction at the end of the sequence, and classifier."""
     names = {"conv1": "features.0", "bn1": "features.1", **{f"layer{i}": f"features.{i + 3}" for i in (1, 2, 3, 4)}}
     state = {}
-    for name, value in model.state_dict().items():
+    for name, value in without_factor(model).items():
         part, _, rest = name.partition(".")
         if part == "backbone":
             first, _, rest = rest.partition(".")
@@ -186,7 +192,7 @@ def split_network(model, representation=True):
 
 def own_class(model):
     state = {}
-    for name, value in model.state_dict().items():
+    for name, value in without_factor(model).items():
         name = name.replace("head.reduce.0", "layer_reduce").replace("head.reduce.1", "layer_reduce_bn")
         state[name.replace("classifier.", "fc.").removeprefix("backbone.")] = value
     return state
@@ -218,7 +224,7 @@ def test_published_vgg_network(tmp_path):
     torch.manual_seed(0)
     source = create_model("vgg11_bn", head="mpncov", reduce=4, num_classes=3, mlp_ratio=0.01)
     state = {}
-    for name, value in source.state_dict().items():
+    for name, value in without_factor(source).items():
         name = name.replace("head.reduce.", "representation.conv_dr_block.")
         state[name.removeprefix("backbone.")] = value
     target = other_values(copy.deepcopy(source))
@@ -283,8 +289,10 @@ def test_code_in_a_file_is_not_run(tmp_path):
             return os.mkdir, (str(tmp_path / "trapped"),)
 
     for content in (Trap(), argparse.Namespace(lr=0.1)):
-        torch.save({"state_dict": {"a": torch.zeros(1)}, "args": content}, tmp_path / "code.pth")
-        assert isinstance(refuse(tmp_path / "code.pth", tiny()).__cause__, pickle.UnpicklingError)
+        for new in (True, False):
+            state = {"state_dict": {"a": torch.zeros(1)}, "args": content}
+            torch.save(state, tmp_path / "code.pth", _use_new_zipfile_serialization=new)
+            refuse(tmp_path / "code.pth", tiny())
     assert not (tmp_path / "trapped").exists()
 
 
@@ -292,10 +300,25 @@ def warnings_of(caplog):
     return [record for record in caplog.records if record.levelno == logging.WARNING]
 
 
-def test_files_of_other_networks_log_a_warning(tmp_path, caplog):
+def test_less_than_half_of_a_network_is_refused(tmp_path):
     from torchvision.models import resnet18
 
-    load_weights(tiny(), write(resnet18().state_dict(), tmp_path / "resnet18.pth"))
+    path, model = write(resnet18().state_dict(), tmp_path / "resnet18.pth"), tiny()
+    before = copy.deepcopy(model.state_dict())
+    error = refuse(path, model)
+    matched = [name for name in error.report.matched if name.startswith("backbone.") and "num_batches" not in name]
+    needed = [name for name in model.backbone.state_dict() if "num_batches" not in name]
+    assert 0 < len(matched) < len(needed) / 2
+    assert {str(len(matched)), str(len(needed))} <= set(error.problem.split())
+    assert equal(before, model.state_dict())
+    # one tensor that fits by chance
+    one = next(iter(model.backbone.state_dict().items()))
+    assert len(refuse(write(dict([one]), tmp_path / "one.safetensors"), model).report.matched) == 1
+
+
+def test_files_of_other_networks_log_a_warning(tmp_path, caplog):
+    most = {k: v for k, v in tiny().state_dict().items() if not k.startswith("backbone.layer4")}
+    load_weights(tiny(), write(most, tmp_path / "most.pth"))
     [warning] = warnings_of(caplog)
     assert warning.args[1] == "resnet26"
     caplog.clear()
@@ -402,6 +425,15 @@ def test_subset_of_a_head_without_such_an_option(tmp_path, monkeypatch):
             from_pretrained(tmp_path)
 
 
+def change_config(folder, **entries):
+    """Change entries of ``config.json``; mappings are merged with those in the file."""
+    path = folder / "config.json"
+    config = json.loads(path.read_text())
+    for key, value in entries.items():
+        config[key] = {**config[key], **value} if isinstance(value, dict) and isinstance(config.get(key), dict) else value
+    path.write_text(json.dumps(config))
+
+
 def test_folders_that_do_not_fit(tmp_path):
     def refuse_folder(name, kind):
         with pytest.raises(kind) as error:
@@ -422,7 +454,10 @@ def test_folders_that_do_not_fit(tmp_path):
     assert refuse_folder("m", ArgumentError).argument == "class_names"
     config["model"]["num_classes"] = 5
     (tmp_path / "m" / "config.json").write_text(json.dumps(config))
-    assert refuse_folder("m", WeightsError).report.mismatched
+    assert refuse_folder("m", WeightsError).path == tmp_path / "m" / "config.json"  # before it is built
+    save_pretrained(create_model("test_resnet", head="gap", num_classes=2), tmp_path / "plain")
+    change_config(tmp_path / "plain", model={"num_classes": 5})
+    assert refuse_folder("plain", WeightsError).report.mismatched
     model.config["head_options"] = {"steps": object()}
     with pytest.raises(ArgumentError) as caught:
         save_pretrained(model, tmp_path / "n")
@@ -465,12 +500,267 @@ def test_config_that_does_not_describe_a_model(tmp_path, model):
         from_pretrained(tmp_path)
 
 
-def test_config_cannot_lead_to_other_files_or_a_hub(tmp_path):
-    save_pretrained(create_model("test_resnet", head="gap", num_classes=2), tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["model"] |= {"weights": "/no/such/file", "pretrained": True}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert from_pretrained(tmp_path).num_classes == 2
+@functools.cache
+def plain():
+    return create_model("test_resnet", head="mpncov", reduce=4, num_classes=2)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"weights": "other.safetensors"},
+        {"pretrained": True},
+        {"checkpoint_path": "other.pth"},
+        {"pretrained_cfg": {"file": "other.pth"}},
+        {"layers": [{"deeper": [{"url": "https://x"}]}]},
+        {"backbone": "hf-hub:timm/test_resnet"},
+        {"backbone": "local-dir:/tmp"},
+    ],
+)
+def test_config_cannot_lead_to_other_files_or_a_hub(tmp_path, change):
+    save_pretrained(plain(), tmp_path)
+    change_config(tmp_path, model=change)
+    with pytest.raises(FileError) as error:
+        from_pretrained(tmp_path)
+    assert error.value.path == tmp_path / "config.json"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"model": {"num_classes": value}} for value in (2_000_000_000, -1, 2.5, "2", True, None)),
+        *({"model": {"reduce": value}} for value in (10_000_000, 0, "automatic")),
+        *({"model": {"layers": value}} for value in ([10**5] * 4, [10**12] * 4, "many")),
+        {"model": {"img_size": [100_000, 100_000]}},
+        {"model": {"head_options": {"solver": "no"}}},
+        {"model": {"head": "mpncov", "head_options": {"subset": 10**400}}},
+        {"model": {"in_chans": 10**6, "head": "gap"}},
+        *(
+            {"pretrained_cfg": {"input_size": value}}
+            for value in ([3, -5, 0], [3, 10**5, 10**5], [3, 64], "big", [3, 1.5, 2])
+        ),
+        *({"pretrained_cfg": {"std": value}} for value in ([0, 1, 1], [float("nan")] * 3, ["a"])),
+        {"pretrained_cfg": {"file": "other.pth"}},
+        {"pretrained_cfg": {"crop_pct": float("inf")}},
+        {"label_names": [1, 2]},
+        {"label_names": "ab"},
+        {"calibration": {"temperature": 0}},
+        {"calibration": {"temperature": float("nan")}},
+        {"calibration": {"accepted": 1.5}},
+        {"calibration": {"code": "x"}},
+        {"unknown": 1},
+        {"subset": 7},
+    ],
+    ids=str,
+)
+def test_config_with_other_types_and_sizes_is_refused_before_the_model_is_built(tmp_path, change, monkeypatch):
+    save_pretrained(plain(), tmp_path)
+    change_config(tmp_path, **change)
+    monkeypatch.setattr(pretrained, "load_weights", lambda *_, **__: pytest.fail("it was built"))
+    with pytest.raises(FileError) as error:
+        from_pretrained(tmp_path)
+    assert error.value.path == tmp_path / "config.json"
+    assert "\n" not in str(error.value)
+
+
+def test_calibration_is_kept(tmp_path):
+    model = copy.copy(plain())
+    model.calibration = {"temperature": 1.5, "familiarity_threshold": None, "accepted": 1.0}
+    save_pretrained(model, tmp_path)
+    loaded = from_pretrained(tmp_path).calibration
+    assert {**loaded, **model.calibration} == loaded
+    change_config(tmp_path, calibration=None)
+    assert from_pretrained(tmp_path).calibration is None
+
+
+def test_deep_and_large_config_is_refused(tmp_path):
+    save_pretrained(plain(), tmp_path)
+    for text in (
+        "[" * 20_000 + "]" * 20_000,
+        '{"a":' * 20_000 + "1" + "}" * 20_000,
+        " " * (1 << 24) + "{}",
+        "\xff",
+        "[]",
+        "{",
+    ):
+        (tmp_path / "config.json").write_text(text, encoding="latin-1")
+        with pytest.raises(FileError) as error:
+            from_pretrained(tmp_path)
+        assert error.value.path in (tmp_path, tmp_path / "config.json")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"act_layer": "nope"},
+        {"layers": "abc"},
+        {"layers": [1, 1]},
+        {"stem_type": 3},
+        {"output_stride": 7},
+        {"layers": [1e9, 1, 1, 1]},
+        {"in_chans": -1},
+    ],
+    ids=str,
+)
+def test_options_that_a_backbone_refuses(options):
+    with pytest.raises(ArgumentError) as error:
+        create_model("resnet18", head="gap", **options)
+    [(name, value)] = options.items()
+    assert (error.value.argument, error.value.value) in ((name, value), (name, 1e9))
+    with pytest.raises(ArgumentError) as error:
+        create_model("resnet18", head="gap", **options, drop_path_rate=0.1)
+    assert error.value.argument in (name, "backbone_options")
+
+
+@pytest.mark.parametrize("option", ["checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay"])
+def test_options_of_timm_that_lead_to_files_are_refused(option):
+    with pytest.raises(ArgumentError) as error:
+        create_model("test_resnet", head="gap", **{option: "file.pth"})
+    assert error.value.argument == option
+
+
+def test_models_larger_than_the_memory_are_refused():
+    for options in ({"num_classes": 10**14}, {"reduce": 10**9}, {"layers": [10**6] * 4}):
+        with pytest.raises(ArgumentError):
+            create_model("test_resnet", **{"head": "gap", **options})
+    create_model("test_resnet", head="gap")  # the limit is gone
+
+
+def test_image_size_of_a_loop_of_ones_own_is_saved(tmp_path):
+    def saved(model, **options):
+        save_pretrained(model, tmp_path, **options)
+        return from_pretrained(tmp_path).pretrained_cfg["input_size"]
+
+    model = create_model("test_resnet", head="gap", num_classes=2)
+    default = model.pretrained_cfg["input_size"]
+    model.eval()(torch.zeros(1, 3, 40, 40))
+    assert saved(model) == default  # an image that the model only classified
+    model.train()(torch.zeros(2, 3, 64, 48))
+    model.eval()(torch.zeros(1, 3, 40, 40))
+    assert saved(model) == (3, 64, 48)
+    assert saved(model, img_size=80) == (3, 80, 80)
+    again = from_pretrained(tmp_path).train()
+    assert saved(again) == (3, 80, 80)
+    again(torch.zeros(2, 3, 96, 96))
+    assert saved(again) == (3, 96, 96)
+    again.pretrained_cfg["input_size"] = (3, 32, 32)  # set by hand
+    assert saved(again) == (3, 32, 32)
+
+
+# files that are larger than they look, or are not what they look like
+
+
+def reaching_itself():
+    state = {}
+    state["state_dict"] = state
+    return state
+
+
+def nested(depth):
+    state = {"a": torch.zeros(1)}
+    for _ in range(depth):
+        state = {"state_dict": state}
+    return state
+
+
+def with_attributes():
+    state = OrderedDict(a=torch.zeros(1))
+    state.get = state.keys = 3
+    return state
+
+
+def expanded():
+    """A few numbers that claim to be a large tensor of each name."""
+    return {name: torch.zeros(1, dtype=torch.half).expand(50_000, 50_000) for name in tiny().state_dict()}
+
+
+HOSTILE = {
+    "refers to itself": reaching_itself,
+    "refers to itself further down": lambda: {"model": {"model": reaching_itself()}},
+    "nested": lambda: nested(200),
+    "attributes": with_attributes,
+    "expanded": expanded,
+    "meta": lambda: {"a": torch.empty(3, device="meta")},
+    "sparse": lambda: {"a": torch.eye(3).to_sparse()},
+    "quantised": lambda: {"a": torch.quantize_per_tensor(torch.eye(3), 0.1, 0, torch.qint8)},
+    "complex": lambda: {k: v.to(torch.complex64) for k, v in tiny().state_dict().items()},
+    "integer": lambda: {k: v.int() for k, v in tiny().state_dict().items()},
+    "bool": lambda: {k: v.bool() for k, v in tiny().state_dict().items()},
+    "bytes": lambda: {"a": torch.zeros(1), "b": bytearray(3)},
+    "no names": lambda: {1: torch.zeros(3)},
+    "a list": lambda: [torch.zeros(3)],
+    "a tensor": lambda: torch.zeros(3),
+    "names": lambda: {"a\x1b[2J\n" + "b" * 10**6: torch.zeros(3)},
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+@pytest.mark.parametrize("new", [True, False], ids=["archive", "legacy"])
+def test_hostile_checkpoints_are_refused(tmp_path, name, new):
+    try:
+        torch.save(HOSTILE[name](), tmp_path / "a.pt", _use_new_zipfile_serialization=new)
+    except (RuntimeError, NotImplementedError):
+        pytest.skip("the old format cannot store it")
+    error = refuse(tmp_path / "a.pt", tiny())
+    assert len(str(error)) < 2000
+    assert "\x1b" not in str(error)
+
+
+def archive(path, tensor, **changes):
+    """A checkpoint whose entries are written again, compressed or with another size of its storage."""
+    torch.save({"a": tensor}, path)
+    with zipfile.ZipFile(path) as whole:
+        entries = {entry.filename: whole.read(entry) for entry in whole.infolist()}
+    with zipfile.ZipFile(path, "w", **changes) as again:
+        for name, content in entries.items():
+            again.writestr(name, content)
+    return path
+
+
+def test_compressed_archives_are_refused(tmp_path):
+    """A small file of zeros that would need any amount of memory."""
+    error = refuse(archive(tmp_path / "a.pt", torch.zeros(10**6), compression=zipfile.ZIP_DEFLATED), tiny())
+    assert not isinstance(error, WeightsError)  # refused before its tensors are read
+    assert (tmp_path / "a.pt").stat().st_size < 10**5
+
+
+def header(entries, data=b"\0" * 64, length=None):
+    text = json.dumps(entries).encode() if isinstance(entries, dict) else entries
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+F32 = {"dtype": "F32", "shape": [2, 2], "data_offsets": [0, 16]}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        header({}, length=1 << 62),
+        header({}, length=1 << 25),
+        header({"a": {**F32, "shape": [10**10, 10**10]}}),
+        header({"a": {**F32, "shape": [-2, -2]}}),
+        header({"a": {**F32, "shape": [2.0, 2.0]}}),
+        header({"a": {**F32, "data_offsets": [0, 10**12]}}),
+        header({"a": {**F32, "data_offsets": [1 << 62, (1 << 62) + 16]}}),
+        header({"a": {**F32, "data_offsets": "ab"}}),
+        header({"a": {**F32, "dtype": "F33"}}),
+        header({"a": 3}),
+        header({"a": F32, "b": F32}),  # the same bytes twice
+        header(b"[" * 20_000),
+        header(b"[]"),
+        header(b"\xff{}"),
+    ],
+)
+def test_hostile_headers_are_refused(tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    refuse(tmp_path / "model.safetensors", tiny())
+
+
+def test_special_files_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "pipe.pt")
+    (tmp_path / "zero.safetensors").symlink_to("/dev/zero")
+    for name in ("pipe.pt", "zero.safetensors"):
+        refuse(tmp_path / name, tiny())
 
 
 @pytest.mark.parametrize("wrap", [torch.nn.DataParallel, torch.compile, lambda m: torch.nn.DataParallel(torch.compile(m))])

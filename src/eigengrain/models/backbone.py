@@ -30,7 +30,8 @@ class FeatureLayout:
         if self.kind == "NHWC":
             return features.permute(0, 3, 1, 2)
         positions = features[:, self.prefix_tokens :]  # (B, N, C)
-        grid = token_grid(net, positions.shape[1], image_size)
+        embedded_size = getattr(getattr(net, "patch_embed", None), "dynamic_feat_size", None)
+        grid = token_grid(positions.shape[1], image_size, embedded_size(image_size) if embedded_size else None)
         return positions.transpose(1, 2).unflatten(2, grid)
 
 
@@ -43,18 +44,50 @@ class Backbone:
     img_size: tuple[int, int] | None  # (height, width) it was built for, None for any size
     net: nn.Module
     layout: FeatureLayout  # of the output of net.forward_features
-    channels: int  # of the feature map
+    channels: tuple[int, ...]  # of the maps of the last stages, which are stacked to one feature map
     description: dict[str, Any]  # size, mean, std and crop of its images, as in timm's pretrained_cfg
     classifier: str  # name of the removed classifier, as in checkpoints of the whole network
 
 
-def token_grid(net: nn.Module, tokens: int, image_size: tuple[int, int]) -> tuple[int, int]:
-    """Rows and columns of the patches, from the patch embedding or else from the proportions of the image."""
-    embedded_size = getattr(getattr(net, "patch_embed", None), "dynamic_feat_size", None)
-    if embedded_size is not None:
-        rows, columns = embedded_size(image_size)
-        if rows * columns == tokens:
-            return rows, columns
+def stacked_map(net: nn.Module, images: Tensor, layout: FeatureLayout, stages: int) -> list[Tensor]:
+    """Maps (B, C, H, W) of the last ``stages`` stages (blocks of a ViT), pooled on average to the size of the last one.
+
+    The last one is the network's own feature map, with its final normalisation, and is computed in the same pass.
+    """
+    own, maps = net.forward_intermediates(images, indices=stages, output_fmt="NCHW")  # type: ignore[operator]
+    last = layout.to_map(own, net, (images.shape[-2], images.shape[-1]))
+    return [*(average_to(part, last) for part in maps[:-1]), last]
+
+
+@torch.fx.wrap  # one node of a traced graph, because it branches on sizes
+def average_to(part: Tensor, like: Tensor) -> Tensor:
+    """Pool a map on average to the size of another one."""
+    height, width = like.shape[2:]
+    return part if part.shape[2:] == like.shape[2:] else nn.functional.adaptive_avg_pool2d(part, (height, width))
+
+
+def stage_channels(
+    net: nn.Module, image_shape: tuple[int, int, int], layout: FeatureLayout, stages: int, name: str
+) -> tuple[int, ...]:
+    """Channels of the maps of the last stages, found on the meta device; raises ArgumentError if they are not available."""
+    remedy = "use {stages} 1, or another backbone"
+    if not hasattr(net, "forward_intermediates"):
+        problem = f"must be 1 for backbone {name!r}, which returns no maps of earlier stages"
+        raise ArgumentError("stages", problem, stages, remedy)
+    try:
+        with torch.inference_mode():
+            images = torch.empty(1, *image_shape, device="meta")
+            return tuple(part.shape[1] for part in stacked_map(_meta_copy(net).eval(), images, layout, stages))
+    except (RuntimeError, AssertionError, TypeError, IndexError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ArgumentError("stages", f"cannot be {stages} for backbone {name!r} ({reason})", remedy=remedy) from error
+
+
+@torch.fx.wrap  # one node of a traced graph, because it branches on sizes
+def token_grid(tokens: int, image_size: tuple[int, int], embedded: tuple[int, int] | None = None) -> tuple[int, int]:
+    """Rows and columns of the patches: those of the patch embedding if they fit, or by the proportions of the image."""
+    if embedded is not None and embedded[0] * embedded[1] == tokens:
+        return embedded
     height, width = image_size
     rows = max(round(math.sqrt(tokens * height / width)), 1)
     if rows * (tokens // rows) != tokens:

@@ -1,21 +1,28 @@
 """Create backbones and models by name."""
 
 import inspect
-import json
 import os
 import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 import timm
-from torch import nn
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_buffer_registration_hook, register_module_parameter_registration_hook
 from torchvision import models as torchvision_models
 
 from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.files import read_json
+from eigengrain.functional.inputs import check_integer
 from eigengrain.heads import list_heads
-from eigengrain.models.backbone import Backbone, ImageSize, cut_after_map, has_fixed_size, probe
+from eigengrain.heads.registry import default_stages
+from eigengrain.models.backbone import Backbone, ImageSize, cut_after_map, has_fixed_size, probe, stage_channels
 from eigengrain.models.extra_backbones import PREFIX, TorchvisionTrunk
 from eigengrain.models.model import CovarianceNet, Reduction
 from eigengrain.models.stride import StrideOn, edit_strides
@@ -31,8 +38,15 @@ SOURCES = ("hf-hub:", "local-dir:")
 _DESCRIPTION = (
     *("architecture", "tag", "license"),
     *("input_size", "min_input_size", "fixed_input_size", "test_input_size"),
-    *("interpolation", "crop_pct", "test_crop_pct", "crop_mode", "mean", "std"),
+    *("first_conv", "interpolation", "crop_pct", "test_crop_pct", "crop_mode", "mean", "std"),
 )
+
+#: limits of what a description, which may come from a stranger, can build: side of the images, numbers in the options of a
+#: backbone, tensors of a model
+MAX_SIDE, MAX_NUMBER, MAX_TENSORS = 4096, 1_000_000, 5000
+
+#: options of timm that lead to files, which some of its versions open in a way that runs code in them
+FILE_OPTIONS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")
 
 # options in the description of a network that our own arguments decide
 _OURS = {"num_classes", "global_pool", "img_size"}
@@ -45,11 +59,13 @@ def create_model(
     reduce: Reduction = "auto",
     last_stride: int | None = None,
     stride_on: StrideOn | None = "3x3",
+    stages: int | None = None,
     img_size: ImageSize | None = None,
     weights: str | os.PathLike[str] | None = None,
     pretrained: bool | None = False,
     head_options: dict[str, Any] | None = None,
     drop_rate: float | None = 0.0,
+    global_pool: str | None = None,
     **backbone_options: Any,
 ) -> CovarianceNet:
     """Create a model from a backbone and a head by name.
@@ -62,14 +78,19 @@ def create_model(
         head: name of a head, see :func:`eigengrain.heads.list_heads`.
         num_classes: number of classes; 0 for a model that returns the head's vector.
         reduce: channels after a 1 × 1 convolution before the head; ``auto`` reduces maps with more than 512 channels to 256
-            for heads whose vector grows with the square of the channels.
+            for heads whose vector grows with the square of the channels, and to fewer channels than the map has positions
+            for backbones that are built for one size and heads that need a covariance of full rank.
         last_stride: 1 removes the last halving of the map, without dilation, for a map twice as large in each direction.
         stride_on: ``1x1`` for ResNet weights from Caffe or Keras, whose stages stride on the first 1 × 1 convolution.
+        stages: number of last stages (blocks of a ViT) whose maps are stacked, each with its own reduction; by default 2
+            for ``hcov``, else 1.
         img_size: side, or (height, width), for backbones that are built for one size (ViT, Swin).
         weights: local file, ``.safetensors`` or a PyTorch file without code, see :func:`load_weights`.
         pretrained: download the weights of the backbone from its library.
         head_options: keyword arguments of the head.
         drop_rate: dropout between the head's vector and the classifier.
+        global_pool: timm's name for ``head``, used instead of it unless None; ``""``, with ``num_classes=0``, for a model
+            that returns the feature map.
         backbone_options: keyword arguments of the backbone, such as ``drop_path_rate`` or ``dynamic_img_size``.
 
     Raises:
@@ -82,21 +103,67 @@ def create_model(
         >>> model(torch.zeros(2, 3, 64, 64)).shape, model.forward_features(torch.zeros(2, 3, 64, 64)).shape
         (torch.Size([2, 10]), torch.Size([2, 512, 4, 4]))
     """
-    head_name = DEFAULT_HEAD if head is None else head
+    head_name = (DEFAULT_HEAD if head is None else head) if global_pool is None else global_pool
     classes = DEFAULT_CLASSES if num_classes is None else num_classes
     drop = 0.0 if drop_rate is None else drop_rate
-    if head_name not in list_heads():
+    if head_name and head_name not in list_heads():
         raise UnknownName("head", head_name, list_heads())  # before a backbone is downloaded
     own = [name for name in inspect.signature(create_model).parameters if name != "backbone_options"]
     for option in backbone_options:
         if get_close_matches(option, own, n=1, cutoff=0.88):  # so close that it is a misspelling
             raise UnknownName("argument", option, own)
-    body = create_backbone(backbone, bool(pretrained), last_stride, stride_on or "3x3", img_size, **backbone_options)
-    model = CovarianceNet(body, head_name, classes, reduce, head_options, drop)
+    stages = default_stages(head_name) if stages is None else stages
+    own_options: dict[str, Any] = {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": img_size}
+    given = {key: value for key, value in {"img_size": img_size, **backbone_options}.items() if value is not None}
+    with limit_size(_memory() // 4):
+        with _refusing(backbone, given):
+            body = create_backbone(backbone, bool(pretrained), stages=stages, **own_options, **backbone_options)
+        model = CovarianceNet(body, head_name, classes, reduce, head_options, drop)
     model.config |= {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": body.img_size}
+    if stages != default_stages(head_name):
+        model.config["stages"] = stages
     if weights is not None:
         load_weights(model, weights)
     return model
+
+
+@contextmanager
+def limit_size(numbers: int, tensors: int = MAX_TENSORS) -> Iterator[None]:
+    """Raise an ArgumentError as soon as the modules that are built inside have more numbers or tensors than allowed.
+
+    A tensor is counted before its values are set, so that it does not need memory yet; those on the meta device never do.
+    """
+    thread, total, count = get_ident(), 0, 0
+    problem = f"must have at most {numbers:,} parameters and buffers, in {tensors:,} tensors"
+    error = ArgumentError("model", problem, remedy="use smaller sizes")
+
+    def add(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+        nonlocal total, count
+        if tensor is None or get_ident() != thread:
+            return
+        total += 0 if tensor.is_meta or nn.parameter.is_lazy(tensor) else tensor.numel()
+        count += 1
+        if total > numbers or count > tensors:
+            raise error
+
+    hooks = [register_module_parameter_registration_hook(add), register_module_buffer_registration_hook(add)]
+    try:
+        yield
+    except (RuntimeError, MemoryError) as reason:  # a single tensor that is larger than the memory
+        if isinstance(reason, MemoryError) or re.search("alloc|overflow|memory", str(reason)):
+            raise error from reason
+        raise
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _memory() -> int:
+    """Bytes of memory of this machine; where it cannot be found, more than any machine has."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return 1 << 50
 
 
 def list_backbones(pattern: str = "*") -> list[str]:
@@ -128,6 +195,7 @@ def create_backbone(
     last_stride: int | None = None,
     stride_on: StrideOn = "3x3",
     img_size: ImageSize | None = None,
+    stages: int = 1,
     **options: Any,
 ) -> Backbone:
     """Create a network of timm or torchvision up to its feature map.
@@ -135,17 +203,26 @@ def create_backbone(
     Everything after ``forward_features`` is removed, so that every remaining parameter serves the feature map.
 
     Args:
-        name, pretrained, last_stride, stride_on, img_size: as in :func:`create_model`.
+        name, pretrained, last_stride, stride_on, img_size, stages: as in :func:`create_model`.
         options: arguments of the network, see its library; None stands for the network's own default.
 
     Raises:
         ValueError: for an unknown name, or an option that does not fit the network.
     """
     check_backbone(name)
+    check_integer(stages, "stages")
     sides = img_size if isinstance(img_size, tuple | list) else (img_size, img_size)
-    if img_size is not None and not (len(sides) == 2 and all(isinstance(side, int) and side > 0 for side in sides)):
-        raise ArgumentError("img_size", "must be a side or (height, width) in pixels", img_size)
+    if img_size is not None and not (
+        len(sides) == 2 and all(isinstance(side, int) and 0 < side <= MAX_SIDE for side in sides)
+    ):
+        raise ArgumentError("img_size", f"must be a side or (height, width) of 1 to {MAX_SIDE} pixels", img_size)
     options = {key: value for key, value in options.items() if value is not None}
+    for option, value in options.items():
+        if option in FILE_OPTIONS:
+            raise ArgumentError(
+                option, "is not available", remedy="give {weights} the file, which is read without running code"
+            )
+        check_numbers(value, option)
     source_options = _source_options(name)
     net = _build(name, pretrained, img_size, options)
     options = {key: source_options[key] for key in source_options.keys() - _OURS} | options
@@ -171,11 +248,36 @@ def create_backbone(
         img_size=image_shape[1:] if has_fixed_size(net) else None,
         net=net,
         layout=probed.layout,
-        channels=probed.channels,
+        channels=(probed.channels,) if stages == 1 else stage_channels(net, image_shape, probed.layout, stages, name),
         description=description,
         # distilled networks have several
         classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",
     )
+
+
+def check_numbers(value: Any, argument: str) -> None:
+    """Raise an ArgumentError if a plain value, or a list or mapping of such values, has numbers that no network has."""
+    if isinstance(value, Mapping | list | tuple):
+        for item in value.values() if isinstance(value, Mapping) else value:
+            check_numbers(item, argument)
+    elif isinstance(value, int | float) and not abs(value) <= MAX_NUMBER:
+        raise ArgumentError(argument, f"must have numbers of at most {MAX_NUMBER:,}", value)
+
+
+@contextmanager
+def _refusing(name: str, options: Mapping[str, Any]) -> Iterator[None]:
+    """Raise an ArgumentError for options that a network does not accept, whatever error its library raises."""
+    try:
+        yield
+    except (ArgumentError, UnknownName, FileError):
+        raise
+    except Exception as error:
+        # on the meta device a RuntimeError only means that the network reads values while it is built
+        if not options or (isinstance(error, RuntimeError) and torch.get_default_device().type == "meta"):
+            raise
+        reason = f"{type(error).__name__}: {error}".strip(": ").splitlines()[0]
+        argument, value = next(iter(options.items())) if len(options) == 1 else ("backbone_options", dict(options))
+        raise ArgumentError(argument, f"is not accepted by backbone {name!r} ({reason})", value) from error
 
 
 def _build(name: str, pretrained: bool, img_size: ImageSize | None, options: dict[str, Any]) -> nn.Module:
@@ -222,9 +324,11 @@ def _source_options(name: str) -> dict[str, Any]:
             raise _download_error(name, error) from error
     path = Path(place) / "config.json"
     try:
-        config = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise FileError(path, f"backbone {name!r} needs it ({error})") from error
+        config = read_json(path)
+    except FileError as error:
+        raise FileError(path, f"backbone {name!r} needs it ({error.problem})") from error
+    if not isinstance(config, dict):
+        raise FileError(path, f"backbone {name!r} needs a mapping in it")
     if "eigengrain" in config:
         raise FileError(place, f"it is a whole model, not a backbone: open it with from_pretrained({place!r})")
     return dict(config.get("model_args") or {})

@@ -27,6 +27,7 @@ from eigengrain.files import writable
 from eigengrain.heads import create_head, list_heads
 from eigengrain.models import onnx_file
 from eigengrain.models.backbone import ImageSize
+from eigengrain.models.calibration import Judged
 from eigengrain.models.model import CovarianceNet, check_unwrapped
 from eigengrain.models.pretrained import current_config, own_subset
 
@@ -125,7 +126,7 @@ def _copy_for_inference(model: CovarianceNet) -> CovarianceNet:
 
 
 def metadata(model: CovarianceNet, img_size: ImageSize | None = None) -> dict[str, str]:
-    """Description that is written to exported files: architecture, classes and preprocessing, with lists as JSON.
+    """Description that is written to exported files: architecture, classes, preprocessing and calibration, as JSON.
 
     Example:
         >>> from eigengrain.models import create_model
@@ -142,6 +143,8 @@ def metadata(model: CovarianceNet, img_size: ImageSize | None = None) -> dict[st
         "num_classes": model.num_classes,
         "input_size": _input_shape(model, img_size)[1:],
         "class_names": model.class_names,
+        "temperature": model.temperature,
+        **{key: (model.calibration or {}).get(key) for key in ("familiarity_threshold", "accepted")},
         **{key: model.pretrained_cfg.get(key) for key in ("mean", "std", "interpolation", "crop_pct", "crop_mode")},
     }
     return {
@@ -184,7 +187,9 @@ def export_program(
     return _trace(deployed, example_input, dynamic_batch)
 
 
-def _trace(deployed: CovarianceNet, images: Tensor, dynamic_batch: bool) -> torch.export.ExportedProgram:
+def _trace(
+    deployed: CovarianceNet, images: Tensor, dynamic_batch: bool, judged: bool = False
+) -> torch.export.ExportedProgram:
     if dynamic_batch:
         images = torch.cat([images[:1]] * 2)  # a batch of one would be taken for a constant
     try:
@@ -194,9 +199,9 @@ def _trace(deployed: CovarianceNet, images: Tensor, dynamic_batch: bool) -> torc
         raise ArgumentError("img_size", problem, tuple(images.shape[2:]), "choose another image size") from error
     try:
         with torch.no_grad():
-            return torch.export.export(
-                deployed, (images,), dynamic_shapes=({0: torch.export.Dim("batch")},) if dynamic_batch else None
-            )
+            net = Judged(deployed) if judged else deployed
+            shapes = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
+            return torch.export.export(net, (images,), dynamic_shapes=shapes)
     except RuntimeError as error:
         problem = f"has a backbone that torch.export cannot trace ({onnx_file.first_line(error)})"
         remedy = f"try {'{dynamic_batch}=False or ' if dynamic_batch else ''}another backbone"
@@ -264,6 +269,11 @@ def export_onnx(
 ) -> ExportReport:
     """Write a model to an ONNX file: input ``image`` (B, 3, H, W) in float32, output ``logits`` (B, classes).
 
+    A second output ``probabilities`` is softmax(logits/T) with the temperature T of the model's calibration, or 1: those of
+    ``eigengrain predict``. The logits are not divided by T. A calibrated model has a third output, ``familiarity``: below
+    ``familiarity_threshold`` of the metadata the answer of ``predict`` is "none of these". A model without a classifier has
+    the output ``vector`` alone.
+
     The spectral part runs in double inside the graph. The file contains the :func:`metadata`, which
     ``onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map`` reads.
 
@@ -290,9 +300,11 @@ def export_onnx(
         raise ArgumentError("opset", problem, opset, f"{OPSET} suits most runtimes")
     file = _destination(path, ".onnx")
     shape = _input_shape(model, img_size, batch, dynamic_batch)
-    program = _trace(deployable(model).cpu(), _noise(shape), dynamic_batch)
+    familiar = ["familiarity"] if (model.calibration or {}).get("subspace") else []
+    outputs = ["logits", "probabilities", *familiar] if model.num_classes else ["vector"]
+    program = _trace(deployable(model).cpu(), _noise(shape), dynamic_batch, judged=model.num_classes > 0)
     try:
-        converted = onnx_file.convert(program, "image", "logits" if model.num_classes else "vector", opset, dynamic_batch)
+        converted = onnx_file.convert(program, "image", outputs, opset, dynamic_batch)
     except ValueError as error:
         names = f"backbone {model.config['backbone']!r} or head {model.config['head']!r}"
         problem = f"has an operation of {names} that ONNX opset {opset} lacks ({error})"

@@ -68,6 +68,7 @@ class TorchvisionTrunk(nn.Sequential):
             "input_size": (3, 224, 224),
             "crop_pct": 0.875,
             "classifier": _CLASSIFIERS.get(kind, ""),
+            "first_conv": next(name for name, module in self.named_modules() if isinstance(module, nn.Conv2d)),
         }
 
     def _steps(self) -> dict[str, nn.Module]:

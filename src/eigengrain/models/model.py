@@ -1,47 +1,89 @@
 """The model: a backbone that makes a feature map, a head that pools it to a vector, and a classifier."""
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.fx import Proxy
 
 from eigengrain.errors import ArgumentError, ShortRankWarning
 from eigengrain.heads import Head, create_head
-from eigengrain.models.backbone import Backbone
+from eigengrain.models.backbone import Backbone, stacked_map
 from eigengrain.models.param_groups import prefix_matcher
 from eigengrain.text import counted
 
 #: ``reduce="auto"``: maps with more channels than the first number are reduced to the second
 AUTO_REDUCE_ABOVE, AUTO_REDUCE_TO = 512, 256
+#: and, where a covariance would otherwise be singular, to the largest of these numbers below the number of positions
+AUTO_REDUCE_SHORT = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)
 
 Reduction = int | Literal["auto"] | None
 
 
-def build_head(name: str, channels: int, reduce: Reduction = "auto", options: dict[str, Any] | None = None) -> Head:
-    """Create a head for a map with ``channels`` channels; ``auto`` reduces wide maps for heads with quadratic vectors.
+def build_head(
+    name: str, channels: int | Sequence[int], reduce: Reduction = "auto", options: dict[str, Any] | None = None
+) -> Head:
+    """Create a head for a map with ``channels`` channels, or for the stacked maps of stages with these channels.
+
+    ``auto`` reduces wide maps for heads with quadratic vectors.
 
     Example:
         >>> build_head("gap", 2048).channels, build_head("mpncov", 2048).channels
         (2048, 256)
     """
     options = options or {}
+    if not name:
+        if options:
+            raise ArgumentError("head_options", "must be empty for a model without pooling", options)
+        return Unpooled(channels)
     if reduce != "auto":
         return create_head(name, channels, reduce=reduce, **options)
-    if channels <= AUTO_REDUCE_ABOVE:
+    if (channels if isinstance(channels, int) else sum(channels)) <= AUTO_REDUCE_ABOVE:
         return create_head(name, channels, **options)
     head = create_head(name, channels, reduce=AUTO_REDUCE_TO, **options)
     return head if head.quadratic else create_head(name, channels, **options)
 
 
+def full_rank_reduce(head: Head, positions: int) -> int | None:
+    """Channels that ``reduce="auto"`` uses instead of those of a head, so that maps with few positions have full rank.
+
+    None if the head has fewer channels than the map has positions, or does not depend on the rank.
+
+    Example:
+        >>> head = build_head("mpncov", 2048)
+        >>> full_rank_reduce(head, 28 * 28), full_rank_reduce(head, 14 * 14), full_rank_reduce(head, 7 * 7)
+        (None, 192, 48)
+    """
+    if not head.rank_sensitive or head.channels < positions:
+        return None
+    return next((channels for channels in AUTO_REDUCE_SHORT if channels < positions), None)
+
+
+class Unpooled(Head):
+    """The feature map itself, for a model without pooling and classifier (``global_pool=""`` in timm)."""
+
+    quadratic = False
+
+    def __init__(self, in_channels: int | Sequence[int]):
+        super().__init__(in_channels)
+        self.out_features = self.in_channels
+
+    def pool(self, x: Tensor) -> Tensor:
+        return x
+
+
 class CovarianceNet(nn.Module):
     """Image to class scores: ``backbone`` → feature map → ``head`` → vector → ``classifier``.
 
-    It follows timm's interface for models, so that timm's optimisers, layer decay, data configs and weight averaging work.
-    Created by :func:`create_model`.
+    It follows timm's interface for models, so that timm's optimisers, layer decay, data configs, weight averaging and
+    feature extraction work. ``torch.fx`` traces it if it traces the backbone, with the head as one node. Created by
+    :func:`create_model`.
 
     Attributes:
         backbone: the network up to its feature map, with its library's own parameter names.
@@ -49,10 +91,17 @@ class CovarianceNet(nn.Module):
         classifier: from the vector to class scores; an identity for ``num_classes=0``.
         num_classes: number of classes.
         num_features: channels of the feature map.
+        stage_channels: channels of the last stages whose maps are stacked to the feature map; one number for one stage.
         head_hidden_size: length of the vector.
-        pretrained_cfg: preprocessing (mean, std, input size, crop) and description, as in timm.
+        pretrained_cfg: preprocessing (mean, std, input size, crop) and description, as in timm; also as ``default_cfg``.
+        feature_info: channels, reduction and module of each map of :meth:`forward_intermediates`, as in timm.
         config: the arguments of :func:`create_model` that build this model again.
         class_names: names of the classes in the order of the scores, or None.
+        calibration: values of :class:`eigengrain.models.calibration.Calibration`, or None for a model without calibration.
+        vector_scale: factor of the head's vector, a buffer of the state; 1 unless the vectors are calibrated, see
+            :func:`eigengrain.training.calibrate_vectors`.
+        trained_size: (height, width) of the last images in training mode, None before the first; not if compiled.
+        described_size: ``input_size`` in ``pretrained_cfg`` when the model was created or loaded.
         layout: layout of the backbone's own features, before they become a map.
         backbone_classifier: name of the backbone's own classifier, which was removed.
     """
@@ -70,12 +119,23 @@ class CovarianceNet(nn.Module):
         if not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1:
             raise ArgumentError("drop_rate", "must be a number from 0 to below 1", drop_rate)
         self.backbone = backbone.net
-        self.head: Head = build_head(head, backbone.channels, reduce, head_options)
+        self.stage_channels = backbone.channels
+        self.head: Head = build_head(head, self.stage_channels, reduce, head_options)
+        if reduce == "auto" and backbone.img_size is not None:
+            smaller = full_rank_reduce(self.head, math.prod(backbone.description["pool_size"]))
+            if smaller is not None:
+                reduce, self.head = smaller, build_head(head, self.stage_channels, smaller, head_options)
         self.classifier: nn.Module = nn.Identity()
-        self.num_features = backbone.channels
+        self.vector_scale: Tensor
+        self.register_buffer("vector_scale", torch.ones(()))
+        self.num_features = sum(backbone.channels)
         self.drop_rate = drop_rate
         self.pretrained_cfg: dict[str, Any] = {**backbone.description, "classifier": "classifier"}
+        if first := backbone.description.get("first_conv"):
+            names = (f"backbone.{first}",) if isinstance(first, str) else tuple(f"backbone.{name}" for name in first)
+            self.pretrained_cfg["first_conv"] = names if len(names) > 1 else names[0]
         self.class_names: list[str] | None = None
+        self.calibration: dict[str, Any] | None = None
         self.config: dict[str, Any] = {
             "backbone": backbone.name,
             "head": head,
@@ -87,6 +147,8 @@ class CovarianceNet(nn.Module):
         }
         self.layout = backbone.layout
         self.backbone_classifier = backbone.classifier
+        self.trained_size: tuple[int, int] | None = None
+        self.described_size: tuple[int, int, int] = backbone.description["input_size"]
         self._rank_warned = False
         self.reset_classifier(num_classes)
 
@@ -95,21 +157,89 @@ class CovarianceNet(nn.Module):
         return int(self.config["num_classes"])
 
     @property
+    def temperature(self) -> float:
+        """T in the probabilities softmax(scores/T); 1 for a model without ``calibration``."""
+        return float((self.calibration or {}).get("temperature", 1.0))
+
+    @property
     def head_hidden_size(self) -> int:
         return self.head.out_features
+
+    @property
+    def default_cfg(self) -> dict[str, Any]:
+        return self.pretrained_cfg
+
+    @property
+    def feature_info(self) -> list[dict[str, Any]]:
+        entries: Any = getattr(self.backbone, "feature_info", [])
+        info = [{**entry, "module": f"backbone.{entry['module']}"} for entry in entries]
+        if self.config.get("last_stride") == 1:
+            largest = max((entry["reduction"] for entry in info), default=0)
+            info = [entry | {"reduction": largest // 2} if entry["reduction"] == largest else entry for entry in info]
+        return info
 
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → feature map (B, num_features, h, w)."""
         self._check_images(x)
-        size = (x.shape[-2], x.shape[-1])
+        if len(self.stage_channels) > 1:
+            stack = partial(stacked_map, self.backbone, layout=self.layout, stages=len(self.stage_channels))
+            return torch.cat(self._run(stack, x), dim=1)
+        features = self._run(self.backbone.forward_features, x)  # type: ignore[arg-type]
+        return self.layout.to_map(features, self.backbone, (x.shape[-2], x.shape[-1]))
+
+    def forward_intermediates(
+        self,
+        x: Tensor,
+        indices: int | Sequence[int] | None = None,
+        norm: bool = False,
+        stop_early: bool = False,
+        output_fmt: str = "NCHW",
+        intermediates_only: bool = False,
+    ) -> list[Tensor] | tuple[Tensor, list[Tensor]]:
+        """Images → feature map and maps of earlier layers of the backbone, as in timm.
+
+        Args:
+            x: images (B, 3, H, W).
+            indices: layers to return, as listed in ``feature_info``: None for all, n for the last n, or a list.
+            norm: apply the backbone's last normalisation to the intermediate maps too, where it fits.
+            stop_early: with ``intermediates_only``, do not run the layers after the last requested one.
+            output_fmt: layout of the intermediate maps, ``NCHW``, or another one that the backbone has.
+            intermediates_only: return only the list.
+
+        Raises:
+            ArgumentError: for a backbone without intermediate maps, or arguments that do not suit it.
+        """
+        self._check_images(x)
+        method, count = self._timm_method("forward_intermediates"), len(self.feature_info)
+        if isinstance(indices, int):
+            valid = 1 <= indices <= count
+        else:
+            valid = indices is None or (len(indices) > 0 and all(-count <= index < count for index in indices))
+        if not valid:
+            problem = f"must be a number of last maps up to {count}, or indices from {-count} to {count - 1}"
+            raise ArgumentError("indices", problem, indices)
+        options: dict[str, Any] = {"indices": indices, "norm": norm, "output_fmt": output_fmt}
+        only = intermediates_only
         try:
-            features = self.backbone.forward_features(x)  # type: ignore[operator]
-        except (RuntimeError, AssertionError, IndexError) as error:
-            built_for = self.config.get("img_size")
-            if not built_for or size == tuple(built_for) or isinstance(error, torch.OutOfMemoryError):
+            result = self._run(method, x, stop_early=stop_early and only, intermediates_only=only, **options)
+        except (AssertionError, ArgumentError) as error:  # an assertion is timm's way to refuse
+            if output_fmt == "NCHW":
                 raise
-            raise self._size_error(built_for, size, f" ({error})") from error
-        return self.layout.to_map(features, self.backbone, size)
+            raise ArgumentError("output_fmt", f"does not suit this backbone ({error})", output_fmt, "use 'NCHW'") from error
+        if only:
+            return list(result)
+        if len(self.stage_channels) > 1:
+            return self.forward_features(x), result[1]
+        return self.layout.to_map(result[0], self.backbone, (x.shape[-2], x.shape[-1])), result[1]
+
+    def prune_intermediate_layers(
+        self, indices: int | Sequence[int] = 1, prune_norm: bool = False, prune_head: bool = True
+    ) -> list[int]:
+        """Remove the layers after the last of ``indices``, and head and classifier with ``prune_head``, as in timm."""
+        kept: list[int] = self._timm_method("prune_intermediate_layers")(indices, prune_norm=prune_norm, prune_head=False)
+        if prune_head:
+            self.reset_classifier(0, "")
+        return kept
 
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map → class scores (B, num_classes), or the vector (B, head_hidden_size) with ``pre_logits``."""
@@ -117,7 +247,8 @@ class CovarianceNet(nn.Module):
         return self.forward_vector(self.head(x), pre_logits)
 
     def forward_vector(self, vector: Tensor, pre_logits: bool = False) -> Tensor:
-        """The head's vector → class scores; with ``pre_logits`` the vector after dropout."""
+        """The head's vector → class scores; with ``pre_logits`` the vector times ``vector_scale``, after dropout."""
+        vector = vector * self.vector_scale
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
         if pre_logits:
@@ -138,21 +269,34 @@ class CovarianceNet(nn.Module):
 
         Args:
             num_classes: number of classes; 0 for an identity, so that the model returns the vector.
-            global_pool: name of a head, created with its default options and the reduction of this model.
+            global_pool: name of a head, created with its default options and the reduction of this model; ``""`` for none,
+                so that the model returns the feature map, which needs ``num_classes=0``.
         """
         if isinstance(num_classes, bool) or not isinstance(num_classes, Integral) or num_classes < 0:
             raise ArgumentError("num_classes", "must be an integer of at least 0", num_classes)
         num_classes = int(num_classes)  # NumPy integers are accepted
+        pooled = not isinstance(self.head, Unpooled) if global_pool is None else global_pool != ""
+        if num_classes and not pooled:
+            raise ArgumentError("num_classes", "must be 0 for a model without pooling", num_classes, "name a head")
         like = next(self.backbone.parameters())
         if global_pool is not None:
-            head = build_head(global_pool, self.num_features, self.config["reduce"])
+            head = build_head(global_pool, self.stage_channels, self.config["reduce"])
             self.head = head.to(like.device, like.dtype).train(self.training)
+            self.vector_scale.fill_(1)
             self.config |= {"head": global_pool, "head_options": {}}
         classifier = self.head.classifier(num_classes) if num_classes else nn.Identity()
         self.classifier = classifier.to(like.device, like.dtype).train(self.training)
         if num_classes != self.num_classes:
             self.class_names = None
+        self.calibration = None
         self.config["num_classes"] = self.pretrained_cfg["num_classes"] = num_classes
+
+    def _timm_method(self, name: str) -> Callable[..., Any]:
+        method: Callable[..., Any] | None = getattr(self.backbone, name, None)
+        if method is None:
+            remedy = "use create_feature_extractor of timm or torchvision, or a hook"
+            raise ArgumentError("backbone", f"has no {name}", self.config["backbone"], remedy)
+        return method
 
     def set_grad_checkpointing(self, enable: bool = True) -> None:
         """Recompute the backbone's activations in the backward pass instead of keeping them."""
@@ -173,7 +317,24 @@ class CovarianceNet(nn.Module):
         of_backbone: set[str] = getattr(self.backbone, "no_weight_decay", set)()
         return {f"backbone.{name}" for name in of_backbone} | {f"head.{name}" for name in self.head.no_weight_decay()}
 
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # old files have no factor, and with other weights of the backbone the vectors have another length
+        state_dict.setdefault(f"{prefix}vector_scale", torch.ones(()))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _run(self, method: Callable[..., Any], x: Tensor, **options: Any) -> Any:
+        """Call a method of the backbone; its errors name the size of the images if it was built for another one."""
+        try:
+            return method(x, **options)
+        except (RuntimeError, AssertionError, IndexError) as error:
+            built_for, size = self.config.get("img_size"), (x.shape[-2], x.shape[-1])
+            if not built_for or size == tuple(built_for) or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise self._size_error(built_for, size, f" ({error})") from error
+
     def _check_images(self, x: Tensor) -> None:
+        if isinstance(x, Proxy):  # torch.fx traces without values
+            return
         channels = self.pretrained_cfg["input_size"][0]
         problem = f"must be a tensor of images (B, {channels}, H, W)"
         if not isinstance(x, Tensor):
@@ -191,6 +352,8 @@ class CovarianceNet(nn.Module):
         if patch and not getattr(embedding, "dynamic_img_pad", True) and (size[0] % patch[0] or size[1] % patch[1]):
             problem = f"must have sides that are multiples of {patch[0]} × {patch[1]} for this backbone"
             raise ArgumentError("x", problem, size, "resize or crop the images")
+        if self.training and not torch.compiler.is_compiling() and not torch.jit.is_tracing():  # type: ignore[attr-defined]
+            self.trained_size = size
 
     def _size_error(self, built_for: tuple[int, int], size: tuple[int, int], reason: str = "") -> ArgumentError:
         problem = f"must be images of {built_for[0]} × {built_for[1]}, the size of backbone {self.config['backbone']!r}"
@@ -198,7 +361,7 @@ class CovarianceNet(nn.Module):
 
     def warn_of_short_rank(self, x: Tensor) -> None:
         """Warn once if a map has too few positions for its channels, so that the covariance is singular for every image."""
-        if self._rank_warned or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
+        if self._rank_warned or isinstance(x, Proxy) or torch.compiler.is_compiling() or torch.jit.is_tracing():  # type: ignore[attr-defined]
             return
         positions, d = x.shape[-2] * x.shape[-1], self.head.channels
         if self.head.rank_sensitive and positions - 1 < d:

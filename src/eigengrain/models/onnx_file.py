@@ -4,7 +4,7 @@ import logging
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from io import StringIO
 from typing import Any
@@ -18,11 +18,12 @@ from eigengrain.errors import ArgumentError
 
 
 def convert(
-    program: torch.export.ExportedProgram, input_name: str, output_name: str, opset: int, dynamic_batch: bool = True
+    program: torch.export.ExportedProgram, input_name: str, outputs: Sequence[str], opset: int, dynamic_batch: bool = True
 ) -> Any:
     """Convert a program to PyTorch's ``ONNXProgram``, without the paths of the machine that exports it.
 
-    The program has one input and one output. With ``dynamic_batch`` the first dimension of the input is named ``batch``.
+    The program has one input; ``outputs`` are names for its outputs. With ``dynamic_batch`` the first dimension of the
+    input is named ``batch``.
 
     Raises:
         ValueError: if ONNX lacks an operation, with its name.
@@ -34,7 +35,7 @@ def convert(
             converted: Any = torch.onnx.export(
                 program,
                 input_names=[input_name],
-                output_names=[output_name],
+                output_names=list(outputs),
                 opset_version=opset,
                 dynamo=True,
                 verbose=False,
@@ -77,7 +78,7 @@ def _restore_digits(model: Any, numbers: set[float]) -> None:
 
 
 def runner(path: str | os.PathLike[str]) -> Callable[[Tensor], Tensor]:
-    """Open an ONNX file with one input and one output as a function, run by ONNX Runtime on the CPU."""
+    """Open an ONNX file with one input as a function to its first output, run by ONNX Runtime on the CPU."""
     import onnxruntime
 
     try:
