@@ -1,5 +1,7 @@
 """Boxes and masks follow the pixels: compared with images under the same transform."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -126,3 +128,31 @@ def test_real_boxes_cover_part_of_the_photograph(cub_mini):
     shares = [object_mask(birds, i, birds.image(i).size).double().mean().item() for i in range(0, len(birds), 10)]
     assert min(shares) > 0.05
     assert 0.2 < sum(shares) / len(shares) < 0.7
+
+
+@pytest.mark.parametrize("width", range(51, 83))
+def test_the_long_side_is_the_one_that_torchvision_computes(width):
+    """torchvision rounds the long side down; a side longer by one pixel would shift the crop or the box."""
+    height, box = 50, (0.31 * width, 4, 0.83 * width, 33)
+    transform = evaluation(Transforms("imagenet", 56))
+    uncropped = copy.copy(transform)
+    uncropped.crop = None
+    resized = uncropped.prepare(Image.new("L", (width, height))).size
+    before = [round((side - transform.crop) / 2) for side in resized]
+    down, across = (
+        [
+            box[axis] <= (pixel + before[axis] + 0.5) * original / resized[axis] < box[axis + 2]
+            for pixel in range(transform.crop)
+        ]
+        for axis, original in ((1, height), (0, width))
+    )
+    assert torch.equal(box_mask(box, (width, height), transform), torch.tensor(down)[:, None] & torch.tensor(across))
+
+
+def test_a_pixel_centre_on_a_common_edge_belongs_to_one_of_two_boxes():
+    transform = evaluation(Transforms("paper", 4, resize=4))
+    left, right = (box_mask(box, (8, 8), transform) for box in ((0, 0, 5, 8), (5, 0, 8, 8)))
+    top, bottom = (box_mask(box, (8, 8), transform) for box in ((0, 0, 8, 3), (0, 3, 8, 8)))
+    assert torch.equal(left, ~right)
+    assert torch.equal(top, ~bottom)
+    assert (left.sum(), top.sum()) == (8, 4)

@@ -7,8 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
+from data.drawing import draw
 from eigengrain import output
 from eigengrain.cli import main as cli
 from eigengrain.cli.datasets import Datasets, describe, run
@@ -41,14 +44,14 @@ def test_a_check_writes_the_problems_and_returns_1(damaged, tmp_path, check):
     kinds = sorted(problem["kind"] for problem in document["problems"])
     assert kinds == ["duplicate", "duplicate", "truncated", "unreadable", "unreadable"]
     rows = read_csv(out)
-    assert set(rows[0]) == {"split", "index", "path", "kind", "reason"}
+    assert set(rows[0]) == {"split", "index", "path", "kind", "reason", "original_split"}
     assert sorted(row["kind"] for row in rows) == kinds
 
 
 def test_a_check_of_an_intact_data_set_returns_0(cub, tmp_path, check):
     out = tmp_path / "problems.csv"
     assert check("cub", cub, out=str(out)) == (0, {"images": {"train": 6, "test": 3}, "problems": []})
-    assert out.read_text().strip() == "split,index,path,kind,reason"
+    assert out.read_text().strip() == "split,index,path,kind,reason,original_split"
     assert check("cub", cub, split="test") == (0, {"images": {"test": 3}, "problems": []})
 
 
@@ -63,7 +66,7 @@ def test_a_folder_of_any_layout(damaged, tmp_path, check):
     """With folders train and test, and one of them alone: only the folder is named."""
     (damaged / "train/bird").mkdir()
     (damaged / "train/fish").mkdir()
-    (damaged / "train/fish/a.HEIC").touch()
+    (damaged / "train/fish/a.pdf").touch()
     (damaged / "notes/deep").mkdir(parents=True)
     (damaged / "notes/deep/readme.txt").touch()  # not among folders of images, so no images are expected there
     out = tmp_path / "problems.csv"
@@ -88,6 +91,61 @@ def test_images_outside_the_splits_are_checked_too(damaged, check):
     (damaged / "cover.jpg").touch()
     assert check(damaged)[1]["images"] == {"train": 6, "test": 4, "other": 1}
     assert check(damaged, split="test")[1]["images"] == {"test": 4}
+
+
+def test_a_class_is_the_same_in_all_splits(folder, check):
+    """Also with validation images and nested folders: only cat/1.png, a copy of a dog, is in another class."""
+    draw(folder / "train/cat/young/9.png")
+    for copy in ("valid/cat/0.png", "test/cat/old/0.png", "valid/cat/1.png"):
+        (folder / copy).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(folder / "train/cat/0.png", folder / "valid/cat/0.png")
+    shutil.copy(folder / "train/cat/young/9.png", folder / "test/cat/old/0.png")
+    shutil.copy(folder / "train/dog/0.png", folder / "valid/cat/1.png")
+    document = check(folder)[1]
+    assert document["images"] == {"train": 7, "val": 2, "test": 5}
+    assert {problem["kind"] for problem in document["problems"]} == {"duplicate"}
+    reasons = {"/".join(Path(p["path"]).parts[-3:]): p["reason"] for p in document["problems"]}
+    assert {path: "another class" in reason for path, reason in reasons.items()} == {
+        "valid/cat/0.png": False,
+        "cat/old/0.png": False,
+        "valid/cat/1.png": True,
+    }
+    assert check("folder", folder)[1]["images"] == {"train": 7, "validation": 2, "test": 5}
+    assert check(folder, split="val")[1]["images"] == {"val": 2}
+
+
+def test_reencoded_copies_are_duplicates(folder, check):
+    photo = Image.fromarray(np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)).resize((96, 96), 3)
+    photo.save(folder / "train/cat/9.png")
+    photo.save(folder / "test/cat/9.jpg", quality=70)
+    photo.resize((64, 64), 2).save(folder / "test/cat/8.webp")
+    problems = check(folder)[1]["problems"]
+    assert sorted(Path(problem["path"]).name for problem in problems) == ["8.webp", "9.jpg"]
+    assert all(problem["kind"] == "duplicate" and "train/cat/9.png" in problem["reason"] for problem in problems)
+
+
+def test_a_check_of_a_folder_without_a_split(tmp_path, check, capsys):
+    for name, count in (("cat", 12), ("dog", 2)):
+        for i in range(count):
+            draw(tmp_path / "photos" / name / f"{i}.png")
+    (tmp_path / "photos/cat/Thumbs.db").touch()
+    (tmp_path / "photos/cat/notes.txt").touch()
+    assert check(tmp_path / "photos")[1]["images"] == {"all": 14}
+    assert check("folder", tmp_path / "photos")[1]["images"] == {"train": 11, "test": 3}
+    assert run(Datasets("check", str(tmp_path / "photos"), workers=0)) == 0
+    text = capsys.readouterr().out
+    assert "1 .txt" in text
+    assert ".db" not in text
+    assert "cat has 12 images and dog 2" in text
+
+
+def test_a_table_is_checked(damaged, check):
+    (damaged / "images.csv").write_text(
+        "path,label\ntrain/cat/0.png,a\ntrain/cat/2.png,a\ntrain/dog/0.png,b\ntest/dog/1.png,b\n"
+    )
+    code, document = check(damaged / "images.csv")
+    assert (code, sum(document["images"].values())) == (1, 4)
+    assert [problem["kind"] for problem in document["problems"]] == ["unreadable"]
 
 
 def test_options_reach_the_reader(aircraft, check):
@@ -155,8 +213,8 @@ def test_names_and_folders_are_checked(tmp_path):
     with pytest.raises(ValueError):
         run(Datasets("check", "photos", "cub"))
     (tmp_path / "other").mkdir()
-    (tmp_path / "other/a.heic").touch()
-    for folder in (tmp_path / "none", tmp_path / "other", tmp_path / "other/a.heic"):
+    (tmp_path / "other/a.pdf").touch()
+    for folder in (tmp_path / "none", tmp_path / "other", tmp_path / "other/a.pdf"):
         with pytest.raises(FileError) as wrong:
             run(Datasets("check", str(folder)))
         assert wrong.value.path == folder

@@ -82,6 +82,54 @@ def test_transparent_and_16_bit_images(tmp_path):
         assert np.array_equal(np.asarray(open_image(tmp_path / name))[..., 0], np.arange(256).reshape(16, 16))
 
 
+@pytest.mark.parametrize(
+    "name, options", [("a.jpg", {"quality": 95}), ("a.png", {}), ("a.tif", {}), ("p.png", {"mode": "P"})]
+)
+@pytest.mark.parametrize("orientation", [1, 6])
+def test_large_images_are_read_at_a_fraction_of_their_size(tmp_path, monkeypatch, name, options, orientation):
+    monkeypatch.setattr(open_image, "__defaults__", (60 * 50,))  # pixels that are kept
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    whole = photo(tmp_path / name, (239, 199), **options, exif=exif).convert("RGB")  # one pixel too small for 1/4
+    expected = whole.reduce(2)
+    expected = expected.transpose(Image.Transpose.ROTATE_270) if orientation == 6 else expected
+    image = open_image(tmp_path / name)
+    assert (image.mode, image.size) == ("RGB", expected.size)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).mean() < 2
+    photo(tmp_path / name, (240, 200), **options)
+    assert open_image(tmp_path / name).size == (60, 50)
+    photo(tmp_path / name, (119, 99), **options)
+    assert open_image(tmp_path / name).size == (119, 99)
+
+
+@pytest.mark.parametrize("orientation", list(SEEN_AT))
+def test_heic_photographs(tmp_path, orientation):
+    pytest.importorskip("pillow_heif")
+    decode.supported_formats()  # registers the encoder too
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    photo(tmp_path / "a.heic", exif=exif.tobytes(), quality=95)  # as bytes it is also stored as a turn of the image
+    photo(tmp_path / "a.jpg", exif=exif, quality=95)
+    image, expected = open_image(tmp_path / "a.heic"), open_image(tmp_path / "a.jpg")
+    assert (image.mode, image.size) == ("RGB", expected.size)
+    assert np.abs(np.asarray(image).astype(int) - np.asarray(expected)).mean() < 8
+    (tmp_path / "a.heic").write_bytes((tmp_path / "a.heic").read_bytes()[:-200])
+    with pytest.raises(ImageError):
+        open_image(tmp_path / "a.heic")
+
+
+def test_heic_without_its_decoder_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setattr(decode, "supported_formats", lambda: ["PNG"])
+    (tmp_path / "a.heic").write_bytes(b"\0\0\0\x18ftypheic" + bytes(20))
+    with pytest.raises(ImageError) as error:
+        open_image(tmp_path / "a.heic")
+    assert "eigengrain[heic]" in error.value.problem
+    (tmp_path / "b.heic").write_bytes(bytes(40))
+    with pytest.raises(ImageError) as error:
+        open_image(tmp_path / "b.heic")
+    assert "eigengrain[heic]" not in error.value.problem
+
+
 def test_a_pillow_without_one_of_the_formats(tmp_path, monkeypatch):
     monkeypatch.setattr(decode, "FORMATS", ("NOT-BUILT-IN", "PNG"))
     photo(tmp_path / "a.png")

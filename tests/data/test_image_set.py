@@ -2,9 +2,11 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from eigengrain.data import ImageSet, split_validation
+from eigengrain.data.image_set import hold_out
 from eigengrain.errors import ArgumentError, ImageError
 
 
@@ -68,3 +70,37 @@ def test_an_image_set_has_no_files_or_masks_by_default():
     assert dataset.paths is dataset.path(0) is dataset.boxes(0) is dataset.masks(0) is dataset.parts(0) is None
     with pytest.raises(NotImplementedError):
         dataset.image(0)
+
+
+def test_labels_are_found_by_the_names_of_other_classes():
+    birds = ImageSet("birds", "test", ["lark", "owl", "wren"], [0, 2, 2], ["a.jpg", "b.jpg", "c.jpg"])
+    other = birds.with_classes(["wren", "robin", "lark"])  # owl has no images
+    assert (other.classes, other.labels) == (["wren", "robin", "lark"], [2, 0, 0])
+    assert (birds.classes, birds.labels) == (["lark", "owl", "wren"], [0, 2, 2])
+    with pytest.raises(ArgumentError) as error:
+        birds.with_classes(["lark", "owl"])
+    assert (error.value.argument, error.value.value) == ("name", "birds")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_groups_are_held_out_together(seed):
+    labels = np.repeat([0, 1, 2], 10)
+    groups = np.array([*range(6), *[6] * 4, *[10] * 10, *range(20, 29), 0])  # 0 has two classes
+    held = hold_out(labels.tolist(), [4, 2, 3], seed, groups)
+    assert held[6:10].all() or not held[6:10].any()
+    assert held[:10].sum() in (3, 4)
+    assert not held[10:20].any()  # a class of copies is not divided
+    assert held[20:].sum() == 3
+    assert not held[[0, 29]].any()
+    alone = hold_out(labels.tolist(), [4, 2, 3], seed)
+    assert [alone[labels == k].sum() for k in range(3)] == [4, 2, 3]
+    assert hold_out([0] * 5, [1], seed, np.array([0, 0, 2, 2, 2])).tolist() == [True, True, False, False, False]
+
+
+def test_validation_samples_keep_groups_together():
+    whole = with_counts([6, 6])
+    whole.groups = np.array([0, 0, 0, 3, 4, 5, 6, 7, 8, 9, 9, 9])
+    for seed in range(5):
+        train, validation = split_validation(whole, 0.5, seed)
+        assert not {*train.groups.tolist()} & {*validation.groups.tolist()}
+        assert validation.class_counts() == [3, 3]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from data.batches import COUNT, images, same
-from eigengrain.data import Batches, ImageSet, make_loader
+from eigengrain.data import Batches, DeviceCache, ImageSet, make_loader
 from eigengrain.data import workers as processes
 from eigengrain.data.sampler import BatchSampler
 from eigengrain.errors import ArgumentError, BatchError, ImageError
@@ -283,3 +283,65 @@ def test_a_mistake_in_code_keeps_its_traceback(files):
 
 def divide_by_zero(image):
     return 1 / 0
+
+
+UNBALANCED = [0] * 15 + [1] * 6 + [2] * 2
+
+
+def unbalanced(files, **options):
+    dataset = images(files, **options)
+    dataset.labels = list(UNBALANCED)
+    return dataset
+
+
+def test_a_balanced_epoch_has_all_classes_equally_often():
+    sampler = BatchSampler(COUNT, 4, train=True, seed=3, drop_last=False, labels=UNBALANCED)
+    seen = []
+    for epoch in range(6):
+        sampler.set_epoch(epoch)
+        order = list(sampler.indices())
+        assert order == list(sampler.indices())
+        assert len(order) == COUNT == len(set(order))  # a repetition has its own number
+        index = torch.tensor(order) % COUNT
+        counts = torch.bincount(torch.tensor(UNBALANCED)[index])
+        assert sorted(counts.tolist()) == [7, 8, 8]
+        times = torch.bincount(index, minlength=COUNT)
+        for part in (times[:15], times[15:21], times[21:]):
+            assert part.max() - part.min() <= 1
+        assert all(number - COUNT in order for number in order if number >= COUNT)
+        seen.append(order)
+    assert len(set(map(tuple, seen))) == 6
+    assert {number % COUNT for order in seen for number in order} == set(range(COUNT))  # none is left out for ever
+
+
+def test_a_balanced_epoch_with_a_class_without_samples():
+    sampler = BatchSampler(6, 2, train=True, labels=[0, 0, 0, 0, 3, 3])
+    assert sorted(number % 6 >= 4 for number in sampler.indices()) == [False] * 3 + [True] * 3
+
+
+def test_balanced_batches_for_workers_ranks_resuming_and_the_cache(files):
+    options = {"train": True, "seed": 3, "balanced": True, "drop_last": True}
+    whole = make_loader(unbalanced(files), 4, **options)
+    whole.set_epoch(2)
+    expected = list(whole)
+    for other in (
+        make_loader(unbalanced(files), 4, workers=2, **options),
+        DeviceCache(unbalanced(files), 4, device="cpu", **options),
+    ):
+        other.set_epoch(2)
+        assert same(expected, other)
+        other.set_epoch(2, start_batch=3)
+        assert same(expected[3:], other)
+    parts = [make_loader(unbalanced(files), 4, rank=rank, world_size=2, **options) for rank in (0, 1)]
+    for part in parts:
+        part.set_epoch(2)
+    joined = [tuple(torch.cat(pair) for pair in zip(*both, strict=True)) for both in zip(*parts, strict=True)]
+    assert same(expected, joined)
+
+
+def test_a_repeated_sample_has_another_augmentation(files):
+    dataset = unbalanced(files, scale=(0.1, 1.0))
+    views = [dataset.sample(22 + k * COUNT) for k in range(3)]
+    assert {label for _, label in views} == {2}
+    assert len({image.sum().item() for image, _ in views}) == 3
+    assert torch.equal(views[0][0], dataset[22][0])

@@ -1,8 +1,6 @@
 """Every reader on a small folder in the published layout, and the errors for folders and lists that are wrong."""
 
-import errno
 import json
-import os
 import shutil
 import sys
 from dataclasses import replace
@@ -12,10 +10,9 @@ import pytest
 
 from eigengrain.data import Entry, ImageSet, list_datasets, open_dataset, register_dataset
 from eigengrain.data.datasets import registry
-from eigengrain.data.datasets.folder import open_tree
 from eigengrain.data.datasets.layout import locate
 from eigengrain.data.datasets.registry import check_names, find_entry, list_entries
-from eigengrain.errors import AnnotationError, ArgumentError, FileError, LayoutError, MissingPackageError, UnknownName
+from eigengrain.errors import AnnotationError, ArgumentError, LayoutError, MissingPackageError, UnknownName
 
 FILES = [entry.name for entry in list_entries() if not entry.drawn]
 
@@ -270,114 +267,12 @@ def test_lists_of_flowers(flowers):
         assert (error.path, error.value) == (flowers / "setid.mat", value)
 
 
-def test_folder_with_an_empty_class(folder):
-    (folder / "train/fox").mkdir()
-    error = fails("folder", folder)
-    assert (error.path, error.value) == (folder / "train", "fox")
-    (folder / "test/fox").mkdir()
-    (folder / "train/fox/notes.txt").write_text("no image")
-    error = fails("folder", folder)
-    assert (error.path, error.value) == (folder / "train", "fox")
-    (folder / "test/elk").mkdir()
-    error = fails("folder", folder)
-    assert (error.path, error.value) == (folder / "test", "elk")
-
-
-def test_names_of_the_folder_of_test_images(folder):
-    (folder / "test").rename(folder / "val")
-    assert len(open_dataset("folder", folder, "test")) == 4
-    shutil.rmtree(folder / "val")
-    with pytest.raises(LayoutError) as error:
-        open_dataset("folder", folder)
-    assert error.value.missing == ("test/",)
-    shutil.rmtree(folder / "train")
-    with pytest.raises(LayoutError) as error:
-        open_dataset("folder", folder)
-    assert error.value.missing == ("train/", "test/")
-
-
-def test_folder_with_a_split_file(folder):
-    (folder / "split.csv").write_text("path,split\ntrain/cat/0.png,train\ntrain/dog/0.png,TRAIN\ntest/dog/1.png,val\n")
-    train, test = (open_dataset("folder", folder, split) for split in ("train", "test"))
-    assert (train.classes, train.labels, test.labels) == (["cat", "dog"], [0, 1], [1])
-    other = folder / "other.csv"
-    for text, value in (
-        ("path,split\ncat/9.png,train\n", folder / "cat/9.png"),
-        ("path,split\ntrain/cat/0.png,tain\n", "tain"),
-        ("file,part\na,b\n", ("file", "part")),
-        ("path,split\n0.png,train\n", "0.png"),
-        ("path,split\ncat\\0.png,train\n", "cat\\0.png"),
-        ("path,split\na/0.png,train\n./a/0.png,test\n", "a/0.png"),
-        ("path,split\na/0.png,train\na/0.png,test\n", "a/0.png"),
-        ("split,path\ntrain\n", "train"),
-        ("path,split\ntrain/cat/0.png\n", "train/cat/0.png"),
-        ("path,split\ntrain/cat/0.png,test\n", None),
-    ):
-        other.write_text(text)
-        error = fails("folder", folder, split_file=other)
-        assert (error.path, error.value) == (other, value)
-    other.unlink()
-    assert fails("folder", folder, split_file=other).path == other
-
-
-@pytest.mark.parametrize("locked", ["train", "train/dog"])
-def test_folders_without_permission_are_named(folder, monkeypatch, locked):
-    """By replacing the functions of os, because file modes do not stop every user."""
-
-    def refusing(function):
-        def refuse(path="."):
-            if os.fspath(path) == str(folder / locked):
-                raise PermissionError(errno.EACCES, "Permission denied", str(path))
-            return function(path)
-
-        return refuse
-
-    for name in ("listdir", "scandir"):
-        monkeypatch.setattr(os, name, refusing(getattr(os, name)))
-    with pytest.raises(FileError) as error:
-        open_dataset("folder", folder, "train")
-    denied = os.strerror(errno.EACCES)
-    assert (error.value.path, error.value.problem) == (folder / locked, denied)
-    [(place, reason)] = open_tree(folder).empty
-    assert place == str(folder / locked)
-    assert denied in reason
-    with pytest.raises(FileError) as error:
-        open_tree(folder / locked)
-    assert denied in error.value.problem
-
-
-def test_a_split_file_in_the_home_folder(folder, monkeypatch):
-    monkeypatch.setenv("HOME", str(folder))
-    (folder / "mine.csv").write_text("path,split\ntrain/cat/0.png,train\ntrain/dog/0.png,train\n")
-    assert len(open_dataset("folder", folder, split_file="~/mine.csv")) == 2
-
-
-def test_images_of_a_class_are_read_once_and_hidden_ones_are_skipped(folder):
-    cats = folder / "train/cat"
-    for name in (".ipynb_checkpoints/0-checkpoint.png", "young/9.png"):
-        (cats / name).parent.mkdir()
-        shutil.copy(cats / "0.png", cats / name)
-    (cats / "again").symlink_to(".")
-    opened = open_dataset("folder", folder)
-    assert opened.class_counts() == [4, 3]
-    assert opened.paths[:4] == [cats / "0.png", cats / "1.png", cats / "2.png", cats / "young/9.png"]
-
-
-def test_class_names_that_are_not_text(folder):
-    """They are escaped, so that files and terminals accept them."""
-    for part in ("train", "test"):
-        (folder / part / "cat").rename(os.fsdecode(bytes(folder / part) + b"/caf\xe9"))
-    opened = open_dataset("folder", folder)
-    assert opened.classes == ["caf\\udce9", "dog"]
-    assert opened.image(0).size == (12, 10)
-
-
 def test_names_and_splits_are_checked(folder):
     for name, split, suggestion in (("folders", "train", "folder"), ("folder", "tran", "train")):
         with pytest.raises(UnknownName) as error:
             open_dataset(name, folder, split)
         assert error.value.suggestions[0] == suggestion
-    cases = (("plumage", {}, "root"), ("imagenet", {"level": 1}, "options"), ("folder", {"split": "val"}, "split"))
+    cases = (("plumage", {}, "root"), ("imagenet", {"level": 1}, "options"), ("cub", {"split": "val"}, "split"))
     for name, options, argument in cases:
         with pytest.raises(ArgumentError) as wrong:
             open_dataset(name, folder, **options)

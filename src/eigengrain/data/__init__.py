@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from eigengrain.data.datasets.registry import Entry as Entry
     from eigengrain.data.datasets.registry import list_datasets as list_datasets
     from eigengrain.data.datasets.registry import open_dataset as open_dataset
+    from eigengrain.data.datasets.registry import open_splits as open_splits
     from eigengrain.data.datasets.registry import register_dataset as register_dataset
     from eigengrain.data.device_cache import DeviceCache as DeviceCache
     from eigengrain.data.image_set import ImageSet as ImageSet
@@ -25,7 +26,9 @@ _EXPORTS = {
     "build_transform": "eigengrain.data.transforms",
     "find_unreadable": "eigengrain.data.check",
     **dict.fromkeys(("Batches", "Loader", "make_loader"), "eigengrain.data.loader"),
-    **dict.fromkeys(("Entry", "list_datasets", "open_dataset", "register_dataset"), "eigengrain.data.datasets.registry"),
+    **dict.fromkeys(
+        ("Entry", "list_datasets", "open_dataset", "open_splits", "register_dataset"), "eigengrain.data.datasets.registry"
+    ),
     **dict.fromkeys(("ImageSet", "split_validation"), "eigengrain.data.image_set"),
 }
 

@@ -35,8 +35,8 @@ class DeviceCache(Batches):
 
     Args:
         dataset: data set with a transform of ``build_transform``, but not the augmentation of timm, which needs the CPU.
-        batch_size, train, seed, rank, world_size, drop_last: as in :func:`~eigengrain.data.make_loader`; in evaluation only
-            the samples of this rank are stored.
+        batch_size, train, seed, rank, world_size, drop_last, balanced: as in :func:`~eigengrain.data.make_loader`; in
+            evaluation only the samples of this rank are stored.
         device: device that stores the images and makes the batches.
         workers: processes that decode the images, once.
         decoded: images of earlier caches; missing ones are added. Trainings that share it decode each file once.
@@ -57,12 +57,15 @@ class DeviceCache(Batches):
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool | None = None,
+        balanced: bool = False,
         progress: bool = True,
         decoded: Decoded | None = None,
     ):
         self.pipeline = _supported_pipeline(dataset)
+        labels = dataset.labels if balanced else None
+        ranks = {"rank": rank, "world_size": world_size}
         self.sampler = BatchSampler(
-            len(dataset), batch_size, train=train, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last
+            len(dataset), batch_size, train=train, seed=seed, **ranks, drop_last=drop_last, labels=labels
         )
         dataset.seed = seed
         self.dataset, self.device = dataset, torch.device(device)
@@ -106,7 +109,7 @@ class DeviceCache(Batches):
         crops, flips = [], []
         generator = torch.default_generator.get_state()  # the only one that a Pipeline draws from
         for index in indices:
-            image = self._images[index]
+            image = self._images[index % len(self.dataset)]
             torch.default_generator.manual_seed(derive(self.dataset.seed, epoch, index))
             crop, flip = self.pipeline.choose(image)
             if crop is not None:
@@ -120,7 +123,8 @@ class DeviceCache(Batches):
         else:
             check_sizes(crops)
             images = torch.stack(crops)
-        flipped, places = _send(list(zip(flips, indices, strict=True)), self.device).unbind(1)
+        labels = [index % len(self.dataset) for index in indices]
+        flipped, places = _send(list(zip(flips, labels, strict=True)), self.device).unbind(1)
         if any(flips):
             images = torch.where(flipped.bool().view(-1, 1, 1, 1), images.flip(-1), images)
         return self.pipeline.normalise(images), self._labels[places]

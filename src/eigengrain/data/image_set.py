@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, default_collate
 from eigengrain.data.decode import decode
 from eigengrain.data.sampler import seeded
 from eigengrain.errors import ArgumentError, BatchError
+from eigengrain.text import few
 
 Box = tuple[float, float, float, float]
 
@@ -64,6 +65,10 @@ class ImageSet(Dataset[tuple[Any, int]]):
             raise ArgumentError("labels", problem, labels[wrong])
         self.name, self.split, self.classes, self.labels = name, split, list(classes), list(labels)
         self.transform, self.seed, self.epoch = transform, seed, 0
+        #: lines for the user about how the images were found, and numbers of groups of images that look the same, which
+        #: :func:`split_validation` does not divide; None if the split was not drawn
+        self.notes: list[str] = []
+        self.groups: NDArray[np.int64] | None = None
         # one block of bytes instead of a million objects: workers share it, and would copy objects bit by bit
         self._files: NDArray[np.bytes_] | None = None if paths is None else np.array([os.fsencode(p) for p in paths], "S")
         self._boxes: NDArray[np.float64] | None = None if boxes is None else np.asarray(boxes, np.float64).reshape(-1, 4)
@@ -108,11 +113,15 @@ class ImageSet(Dataset[tuple[Any, int]]):
     def __getitem__(self, index: int) -> tuple[Any, int]:
         if not -len(self) <= index < len(self):
             raise IndexError(f"{self.name} ({self.split}) has {len(self)} samples, got index {index}")
-        index %= len(self)
+        return self.sample(index % len(self))
+
+    def sample(self, number: int) -> tuple[Any, int]:
+        """The sample ``number`` modulo the length; each further round has another augmentation."""
+        index = number % len(self)
         image = self.image(index)
         if self.transform is None:
             return image, self.labels[index]
-        with seeded(self.seed, self.epoch, index):
+        with seeded(self.seed, self.epoch, number):
             return self.transform(image), self.labels[index]
 
     def subset(self, indices: Sequence[int]) -> Self:
@@ -125,7 +134,28 @@ class ImageSet(Dataset[tuple[Any, int]]):
         part.classes, part.labels = list(self.classes), [self.labels[i] for i in indices]
         part._files = None if self._files is None else self._files[chosen]
         part._boxes = None if self._boxes is None else self._boxes[chosen]
+        part.groups = None if self.groups is None else self.groups[chosen]
         return part
+
+    def with_classes(self, classes: Sequence[str]) -> Self:
+        """The same samples with the labels of another list of classes, found by name.
+
+        Raises:
+            ArgumentError: if a sample has a class that is not in the list.
+
+        Example:
+            >>> larks = ImageSet("birds", "test", ["lark"], [0, 0], ["a.jpg", "b.jpg"])
+            >>> larks.with_classes(["wren", "lark"]).labels
+            [1, 1]
+        """
+        place = {name: k for k, name in reversed([*enumerate(classes)])}
+        unknown = sorted({self.classes[label] for label in self.labels} - place.keys())
+        if unknown:
+            problem = f"must be a data set with classes of the model; unknown: {few(unknown, 3)}"
+            raise ArgumentError("name", problem, self.name)
+        other = copy.copy(self)
+        other.classes, other.labels = list(classes), [place[self.classes[label]] for label in self.labels]
+        return other
 
     def class_counts(self) -> list[int]:
         """Number of samples of each class."""
@@ -169,14 +199,41 @@ def split_validation(dataset: ImageSet, fraction: float, seed: int = 0) -> tuple
     if quota.sum() == 0:
         problem = f"leaves none of {len(dataset)} samples in {len(counts)} classes for validation"
         raise ArgumentError("fraction", problem, fraction, "use a larger one")
-    labels = np.asarray(dataset.labels)
-    generator = np.random.default_rng(seed)
-    held = np.zeros(len(dataset), bool)
-    for k, take in enumerate(quota):
-        held[generator.permutation(np.flatnonzero(labels == k))[:take]] = True
+    held = hold_out(dataset.labels, quota.tolist(), seed, dataset.groups)
     train, validation = (dataset.subset(np.flatnonzero(which).tolist()) for which in (~held, held))
     validation.split = "validation"
     return train, validation
+
+
+def hold_out(
+    labels: Sequence[int], quotas: Sequence[int], seed: int, groups: NDArray[np.int64] | None = None
+) -> NDArray[np.bool_]:
+    """Choose samples of each class by a seed, ``quotas[k]`` of class k; the samples of a group are chosen together.
+
+    A group that exceeds what is left of the quota is passed over, unless the class would get none. A group with several
+    classes is not chosen.
+
+    Example:
+        >>> hold_out([0, 0, 0, 0, 1, 1], [2, 1], seed=0, groups=np.array([0, 1, 1, 3, 4, 5])).tolist()
+        [False, True, True, False, False, True]
+    """
+    targets, generator = np.asarray(labels), np.random.default_rng(seed)
+    groups = np.arange(len(targets)) if groups is None else groups
+    members: dict[int, list[int]] = {}
+    for index, group in enumerate(groups.tolist()):
+        members.setdefault(group, []).append(index)
+    held = np.zeros(len(targets), bool)
+    for k, quota in enumerate(quotas):
+        order = dict.fromkeys(groups[generator.permutation(np.flatnonzero(targets == k))].tolist())
+        candidates = [members[group] for group in order if (targets[members[group]] == k).all()]
+        left = quota
+        for each in candidates:
+            if len(each) <= left:
+                held[each] = True
+                left -= len(each)
+        if 0 < left == quota and len(order) > 1 and candidates:
+            held[min(candidates, key=len)] = True
+    return held
 
 
 def stack(samples: Sequence[tuple[Any, int]]) -> tuple[Tensor, Tensor]:

@@ -83,7 +83,7 @@ class _EpochSamples(Dataset[tuple[Any, int]]):
     def __getitem__(self, key: tuple[int, int]) -> tuple[Any, int]:
         epoch, index = key
         self.dataset.set_epoch(epoch)
-        return self.dataset[index]
+        return self.dataset.sample(index)
 
 
 def make_loader(
@@ -96,6 +96,7 @@ def make_loader(
     rank: int = 0,
     world_size: int = 1,
     drop_last: bool | None = None,
+    balanced: bool = False,
     pin_memory: bool = False,
 ) -> Loader:
     """Make a :class:`Loader`, and set the seed of the data set.
@@ -108,13 +109,15 @@ def make_loader(
         seed: seed of the order and of the augmentation.
         rank, world_size: rank of this process, and number of processes.
         drop_last: whether an incomplete last batch is left out; the default is the value of ``train``.
+        balanced: whether all classes are drawn equally often in training: in an epoch, samples of small classes are
+            repeated with another augmentation, and some of large classes are left out.
         pin_memory: whether batches are put into page-locked memory, from which they are copied to a GPU faster.
 
     Raises:
         ArgumentError: for a number out of range, and if the ranks of a training cannot share every batch equally.
     """
-    sampler = BatchSampler(
-        len(dataset), batch_size, train=train, seed=seed, rank=rank, world_size=world_size, drop_last=drop_last
-    )
+    ranks = {"rank": rank, "world_size": world_size}
+    labels = dataset.labels if balanced else None
+    sampler = BatchSampler(len(dataset), batch_size, train=train, seed=seed, **ranks, drop_last=drop_last, labels=labels)
     dataset.seed = seed
     return Loader(dataset, sampler, workers=workers, pin_memory=pin_memory)

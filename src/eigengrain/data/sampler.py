@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from eigengrain.errors import ArgumentError
 
@@ -38,7 +39,9 @@ def seeded(*key: int) -> Iterator[None]:
 class BatchSampler:
     """Indices of the samples of each batch: an epoch is cut into global batches, and each of them into one part per rank.
 
-    The arguments are those of :func:`~eigengrain.data.make_loader`, for ``count`` samples.
+    The arguments are those of :func:`~eigengrain.data.make_loader`, for ``count`` samples. With ``labels``, all classes are
+    drawn equally often: an epoch has as many samples, of which some are left out and others are repeated. The index of
+    the k-th repetition is larger by k · ``count``.
 
     Example:
         >>> [list(batch) for batch in BatchSampler(5, 2, train=False)]
@@ -57,6 +60,7 @@ class BatchSampler:
         rank: int = 0,
         world_size: int = 1,
         drop_last: bool | None = None,
+        labels: Sequence[int] | None = None,
     ):
         for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0), ("count", count, 1)):
             if value < least:
@@ -65,6 +69,7 @@ class BatchSampler:
             raise ArgumentError("rank", f"must be at least 0 and less than {{world_size}} {world_size}", rank)
         self.count, self.batch_size, self.train, self.seed = count, batch_size, train, seed
         self.rank, self.world_size = rank, world_size
+        self.labels = None if labels is None else np.asarray(labels)
         self.drop_last = train if drop_last is None else drop_last
         self.epoch, self.start_batch = 0, 0
         if self.drop_last and count < batch_size:
@@ -102,7 +107,21 @@ class BatchSampler:
             return range(self.count)
         # 7 separates the order from other uses of the same seed
         generator = torch.Generator().manual_seed(derive(self.seed, self.epoch, 7))
-        return torch.randperm(self.count, generator=generator).tolist()
+        order = torch.randperm(self.count, generator=generator)
+        return order.tolist() if self.labels is None else self._balance(order.numpy(), generator)
+
+    def _balance(self, order: NDArray[np.int64], generator: torch.Generator) -> list[int]:
+        """The same number of samples of each class, up to one, each as often as the others of its class, up to one."""
+        assert self.labels is not None
+        classes = np.unique(self.labels)
+        classes = classes[torch.randperm(len(classes), generator=generator).numpy()]  # the first ones get one more
+        drawn = []
+        for place, label in enumerate(classes):
+            own = order[self.labels[order] == label]
+            number = np.arange(self.count // len(classes) + (place < self.count % len(classes)))
+            drawn.append(own[number % len(own)] + number // len(own) * self.count)
+        mixed = np.concatenate(drawn)
+        return mixed[torch.randperm(self.count, generator=generator).numpy()].tolist()
 
     def _part(self, batch: int) -> tuple[int, int]:
         """Start and stop of this rank's part of a global batch in the order of the epoch."""

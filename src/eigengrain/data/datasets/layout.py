@@ -1,28 +1,61 @@
 """Helpers of the readers, without torch: LayoutError for a wrong folder, AnnotationError for a wrong list."""
 
-import json
 import os
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from eigengrain import data
+from eigengrain import data, files
 from eigengrain.data.datasets.registry import Entry
-from eigengrain.errors import AnnotationError, LayoutError, MissingPackageError
+from eigengrain.errors import AnnotationError, FileError, LayoutError, MissingPackageError
 from eigengrain.text import few
 
 #: names of a folder's content and of missing files that a message shows
 SHOWN = 8
-#: suffixes of image files
+#: largest size of a JSON file of annotations in bytes; that of iNaturalist has more than 100 million
+MAX_JSON = 1 << 29
+#: suffixes of image files, and of those that need pillow-heif
+HEIC = (".heic", ".heif", ".hif")
+HEIC_REMEDY = "pip install 'eigengrain[heic]'"
 SUFFIXES = (
     *(".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff"),
     *(".ppm", ".pgm", ".pbm", ".pnm", ".avif", ".jp2", ".j2k"),
 )
 
 
+#: files and folders that systems leave beside images
+_LITTER = ("__macosx", "thumbs.db", "desktop.ini", "$recycle.bin", "@eadir")
+
+
+@cache
+def has_heic() -> bool:
+    """Whether HEIC images can be read."""
+    return find_spec("pillow_heif") is not None
+
+
 def is_image_name(name: str) -> bool:
-    """Whether a file name has the suffix of an image and the file is not hidden."""
-    return name.lower().endswith(SUFFIXES) and not name.startswith(".")
+    """Whether a file name has the suffix of an image that can be read and the file is not hidden."""
+    return name.lower().endswith(SUFFIXES + HEIC if has_heic() else SUFFIXES) and not name.startswith(".")
+
+
+def count_suffixes(names: Iterable[str]) -> dict[str, int]:
+    """Number of names by suffix, the most frequent first."""
+    return dict(Counter(sorted(os.path.splitext(name)[1].lower() or "nothing" for name in names)).most_common())
+
+
+def describe_skipped(counts: Mapping[str, int]) -> list[str]:
+    """Lines about files that are not read as images, from their :func:`count_suffixes`.
+
+    Example:
+        >>> describe_skipped({".txt": 2, ".heic": 12})
+        ["12 .heic files were skipped: pip install 'eigengrain[heic]'", 'ignored files that are not images: 2 .txt']
+    """
+    lines = [f"{counts[s]:,} {s} files were skipped: {HEIC_REMEDY}" for s in HEIC if counts.get(s)]
+    others = [f"{number:,} {suffix}" for suffix, number in counts.items() if suffix not in HEIC]
+    return [*lines, *([f"ignored files that are not images: {few(others, 5)}"] if others else [])]
 
 
 def images_below(folder: str) -> list[str]:
@@ -33,6 +66,8 @@ def images_below(folder: str) -> list[str]:
 def walk(folder: str, errors: list[OSError] | None = None) -> Iterator[tuple[str, list[str]]]:
     """A folder and its subfolders, each with the names of its files, without hidden ones; links are entered once.
 
+    Files that systems leave beside images (``__MACOSX``, ``Thumbs.db``) count as hidden.
+
     Folders that cannot be read are skipped; their errors are appended to ``errors``.
     """
     entered: set[str] = set()
@@ -42,8 +77,12 @@ def walk(folder: str, errors: list[OSError] | None = None) -> Iterator[tuple[str
             folders.clear()
             continue
         entered.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        yield parent, sorted(name for name in names if not name.startswith("."))
+        folders[:] = _visible(folders)
+        yield parent, _visible(names)
+
+
+def _visible(names: Iterable[str]) -> list[str]:
+    return sorted(name for name in names if not name.startswith(".") and name.lower() not in _LITTER)
 
 
 def layout_error(entry: Entry, root: Path, problem: str, missing: Sequence[str] = ()) -> LayoutError:
@@ -117,9 +156,9 @@ def find_file(entry: Entry, root: Path, *candidates: str, note: str = "") -> Pat
 def read_rows(entry: Entry, file: Path, columns: int) -> Iterator[list[str]]:
     """The lines of a list, split at blanks into ``columns`` parts (the last may contain blanks), without empty lines."""
     try:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise AnnotationError(entry.name, file, str(error)) from None
+        lines = files.read_text(file).splitlines()
+    except FileError as error:
+        raise AnnotationError(entry.name, file, error.problem) from None
     for number, line in enumerate(lines, 1):
         parts = line.split(maxsplit=columns - 1)
         if len(parts) == columns:
@@ -157,9 +196,9 @@ def read_boxes(entry: Entry, file: Path, images: Sequence[str], names: str) -> l
 def read_json(entry: Entry, file: Path) -> Any:
     """Read a JSON file."""
     try:
-        return json.loads(file.read_text(encoding="utf-8-sig"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise AnnotationError(entry.name, file, f"it is not valid JSON ({error})") from None
+        return files.read_json(file, MAX_JSON)
+    except FileError as error:
+        raise AnnotationError(entry.name, file, error.problem) from None
 
 
 class MatFile:
@@ -210,15 +249,21 @@ def build_image_set(
     """
     if not paths:
         raise AnnotationError(entry.name, source, "it contains no image of this split")
-    # each folder is read once, however many images it has
-    contents = {folder: {*os.listdir(folder)} if folder.is_dir() else set() for folder in {path.parent for path in paths}}
-    missing = [path for path in paths if path.name not in contents[path.parent]]
-    if missing:
-        problem = f"{len(missing)} of the {len(paths)} images of this split do not exist: {few([*map(str, missing)], 3)}"
-        raise AnnotationError(entry.name, source, f"{problem}; unpack the images again or correct the list", missing[0])
+    check_paths(entry, paths, source)
     used = set(labels)
     empty = [name for k, name in enumerate(classes) if k not in used]
     if split == "train" and empty:
         problem = f"{len(empty)} of {len(classes)} classes have no training image: {few(empty, 3)}"
         raise AnnotationError(entry.name, source, f"{problem}; add images, or remove the classes", empty[0])
     return data.ImageSet(entry.name, split, classes, labels, paths, boxes=boxes)
+
+
+def check_paths(entry: Entry, paths: Sequence[Path], source: Path) -> None:
+    """Raise an AnnotationError if an image of a list does not exist."""
+    # each folder is read once, however many images it has
+    folders = {path.parent for path in paths}
+    contents = {folder: {*os.listdir(folder)} if os.path.isdir(folder) else set() for folder in folders}
+    missing = [path for path in paths if path.name not in contents[path.parent]]
+    if missing:
+        problem = f"{len(missing)} of the {len(paths)} images of this split do not exist: {few([*map(str, missing)], 3)}"
+        raise AnnotationError(entry.name, source, f"{problem}; unpack the images again or correct the list", missing[0])

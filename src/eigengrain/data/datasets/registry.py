@@ -12,6 +12,7 @@ from pkgutil import iter_modules, resolve_name
 from typing import TYPE_CHECKING, Any, get_type_hints
 
 from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.names import SPLITS
 from eigengrain.options import convert
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ class Entry:
         extra: extra of this package that the reader needs.
         page: where to get the data set.
         drawn: whether the images are drawn; the reader has no ``root`` then.
+        custom: whether the images are a user's own: the reader also opens the split ``val``, which may be empty, and has
+            the options ``split_file``, ``test_fraction`` and ``split_seed``.
     """
 
     name: str
@@ -47,6 +50,7 @@ class Entry:
     extra: str | None = None
     page: str = ""
     drawn: bool = False
+    custom: bool = False
 
     def as_dict(self) -> dict[str, Any]:
         """The fields for JSON; the reader as ``module:function``."""
@@ -106,7 +110,8 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
     Args:
         name: one of ``list_datasets()``.
         root: its folder, as ``eigengrain datasets`` describes it, or the folder above; None for drawn images.
-        split: ``train`` or ``test``; data sets without public test labels use their validation images as ``test``.
+        split: ``train`` or ``test``, and for a user's own images also ``val``, which may be empty; data sets without public
+            test labels use their validation images as ``test``.
         options: options of the reader.
 
     Raises:
@@ -116,7 +121,7 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
         FileError: if a file of the data set is wrong or cannot be read.
     """
     entry = find_entry(name)
-    if split not in ("train", "test"):
+    if split not in ("train", "test") and not (entry.custom and split == "val"):
         if split not in ("val", "valid", "validation"):
             raise UnknownName("split", split, ("train", "test"))
         raise ArgumentError("split", "must be train or test", split, "split_validation() makes validation images")
@@ -133,6 +138,43 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
         return reader(split, **options) if entry.drawn else reader(root, split, **options)
     except PermissionError as error:
         raise FileError(error.filename or str(root), str(error.strerror)) from None
+
+
+def open_splits(
+    name: str,
+    root: str | Path | None = None,
+    splits: Iterable[str] = SPLITS,
+    *,
+    val_fraction: float = 0.0,
+    seed: int = 0,
+    split_file: str | Path | None = None,
+    **options: Any,
+) -> "dict[str, ImageSet]":
+    """Open several splits of a data set; ``val`` is missing if there are no validation images.
+
+    Args:
+        name, root, options: as in :func:`open_dataset`.
+        splits: names of the splits: train, val, test.
+        val_fraction: fraction of the training images that is held out for validation, if the data set has no validation
+            images of its own; see :func:`~eigengrain.data.split_validation`.
+        seed: seed of that choice.
+        split_file: table with the split of an earlier call, in place of a split that is drawn.
+    """
+    from eigengrain.data.image_set import split_validation
+
+    if split_file is not None:
+        options = {key: value for key, value in options.items() if key not in ("test_fraction", "split_seed")}
+        options["split_file"] = str(split_file)
+    opened = {split: open_dataset(name, root, split, **options) for split in ("train", "test") if split in splits}
+    if not {"train", "val"} & {*splits}:
+        return opened
+    validation = open_dataset(name, root, "val", **options) if find_entry(name).custom else None
+    if validation:
+        opened["val"] = validation
+    elif val_fraction:
+        train = opened.get("train") or open_dataset(name, root, "train", **options)
+        opened["train"], opened["val"] = split_validation(train, val_fraction, seed=seed)
+    return {split: opened[split] for split in splits if split in opened}
 
 
 def check_names(options: Iterable[str]) -> None:
