@@ -56,9 +56,9 @@ def small(out, **changes) -> Train:
 
 def without_batch_statistics(out, **changes) -> Train:
     """A run whose loss is a mean over single images, so that sharing a batch among processes does not change it."""
-    model = Model("test_convnext", head="mpncov+seb", reduce=None, last_stride=1)
+    model = Model("test_convnext", head="mpncov+seb", reduce=None, last_stride=1, calibrate=True)
     transforms = Transforms("paper", img_size=64)
-    return small(out, model=model, data=Data("colours", transforms=transforms), **changes)
+    return small(out, model=model, data=Data("colours", transforms=transforms), optimiser=Optimiser(lr=1e-3), **changes)
 
 
 #: options of a run of one epoch on 12 training, 3 validation and 15 test images of plumage, which are not resized

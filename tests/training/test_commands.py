@@ -10,6 +10,7 @@ import time
 
 import pytest
 import yaml
+from PIL import Image
 
 from eigengrain.cli import train as train_command
 from eigengrain.cli.main import main
@@ -62,6 +63,20 @@ def test_evaluate_gives_the_scores_of_the_training(plumage_run, tmp_path):
         assert row["torch"]
 
 
+def test_evaluate_uses_the_precision_of_the_training(options, tmp_path):
+    run, scores = tmp_path / "run", {}
+    words = ["--amp", "bf16", "--optimiser.lr", "0.02", "--optimiser.classifier_lr_scale", "200", "--out", str(run)]
+    assert main(["train", *options, *words]) == 0
+    trained = json.loads((run / "results.json").read_text())
+    for name, words in {"own": [], "float32": ["--amp", "none"]}.items():
+        assert evaluate("--checkpoint", str(run), "--out", str(tmp_path / "out.csv"), *words) == 0
+        [scores[name]] = table(tmp_path / "out.csv")
+    assert (trained["amp"], scores["own"]["amp"], scores["float32"]["amp"]) == ("bf16", "bf16", "none")
+    assert float(scores["own"]["top1"]) == pytest.approx(trained["scores"]["test_top1"], abs=1e-4)
+    assert float(scores["own"]["loss"]) == pytest.approx(trained["scores"]["test_loss"], abs=1e-6)
+    assert abs(float(scores["float32"]["loss"]) - trained["scores"]["test_loss"]) > 1e-5  # the two can be told apart
+
+
 def test_evaluate_subsets_flips_and_classes_of_a_model_folder(plumage_run, tmp_path):
     out, classes = tmp_path / "out.csv", tmp_path / "classes.csv"
     words = ["--checkpoint", str(plumage_run / "model"), "--data", "plumage", "--data_options", BIRDS, "--flip"]
@@ -77,6 +92,26 @@ def test_evaluate_subsets_flips_and_classes_of_a_model_folder(plumage_run, tmp_p
         own = [r for r in by_class if r["subset"] == row["subset"]]
         assert sum(int(r["samples"]) for r in own) == int(row["samples"]) == 15
         assert 100 * sum(int(r["correct"]) for r in own) / 15 == pytest.approx(float(row["top1"]), abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["evaluate", "RUN", "--workers", "0"],
+        ["predict", "photo.png", "--checkpoint", "RUN"],
+        ["explain", "RUN", "--count", "2", "--out", "maps"],
+        ["export", "RUN", "--format", "pt2", "--out", "model.pt2"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_stopped_run_can_be_used(plumage_run, tmp_path, monkeypatch, capsys, words):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(plumage_run, "stopped", ignore=shutil.ignore_patterns("model", "results.json"))
+    Image.new("RGB", (40, 40)).save("photo.png")
+    assert main([word.replace("RUN", "stopped") for word in words] + ["--device", "cpu"] * (words[0] != "export")) == 0
+    [line] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("eigengrain: note: ")]
+    assert "stopped/last.pt" in line
+    assert "after epoch 1 of 1" in line
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import math
 import os
 import subprocess
 import sys
@@ -68,6 +69,11 @@ def test_the_model_is_the_same(one, two):
     alone, shared = (load_file(folder / "model/model.safetensors") for folder in (one[0], two / "run"))
     assert alone.keys() == shared.keys()
     assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
+
+
+def test_mixed_images_and_class_weights(seen):
+    assert seen[0]["mixed"] == seen[1]["mixed"]  # one model
+    assert math.isfinite(seen[0]["mixed"]["test_loss"])
 
 
 def test_no_process_exits_before_the_checkpoint_is_written(seen):

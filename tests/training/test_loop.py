@@ -98,6 +98,7 @@ def test_accumulated_batches_are_one_large_batch(tmp_path):
     """Ten batches of 2 in groups of 3, the last group with one batch, against updates with the joined batches."""
     seen = []
     config = without_batch_statistics(tmp_path / "a", batch_size=2, accumulate=3, epochs=1, save_every=3)
+    config = replace(config, model=replace(config.model, calibrate=False))
     train(config, colours(train=20), lambda e, b, loss: seen.append(b))
     assert seen == list(range(10))
     assert read_checkpoint(tmp_path / "a/last.pt")["progress"]["updates"] == 4
@@ -200,7 +201,7 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_checkpoint(tmp_path, monk
         calls.append(1)
         return torch.nn.functional.cross_entropy(scores, labels, **options) * (bad if len(calls) == 8 else 1)
 
-    monkeypatch.setattr(loop, "cross_entropy", poisoned)
+    monkeypatch.setattr("eigengrain.training.loss.cross_entropy", poisoned)
     with pytest.raises(Diverged) as error:
         train(small(tmp_path, save_every=1), colours())
     diverged = error.value
@@ -382,9 +383,10 @@ def test_channels_last_and_bf16_train(tmp_path):
     assert from_pretrained(tmp_path / "model").classifier.weight.dtype == torch.float32
 
 
-def test_the_cache_trains_as_the_files_do(tmp_path):
+@pytest.mark.parametrize("mixing", [{}, {"mixup": 0.5, "cutmix": 1.0}])
+def test_the_cache_trains_as_the_files_do(tmp_path, mixing):
     for cache in ("none", "device"):
-        train(small(tmp_path / cache, cache=cache, epochs=1), colours())
+        train(small(tmp_path / cache, cache=cache, **mixing), colours())
     a, b = (from_pretrained(tmp_path / cache / "model").state_dict() for cache in ("none", "device"))
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=1e-5, rtol=1e-4)
@@ -458,9 +460,9 @@ def test_processes_share_the_check_of_the_images(tmp_path, processes):
     counts = []
     for rank in range(processes):
         out = tmp_path / f"run{rank}"
-        with pytest.raises(UnreadableImages) as error:
-            check_readable(sources, out, 0, Silent(torch.device("cpu"), rank, processes))
-        counts.append(len(error.value.problems))
+        kept, error = check_readable(sources, out, 0, Silent(torch.device("cpu"), rank, processes))
+        counts.append(len(error.problems))
+        assert len(kept.train) == 5 - len(error.problems)
         assert (out / "unreadable.txt").exists() == (rank == 0)  # one process writes
     assert sum(counts) == 5
     assert max(counts) - min(counts) <= 1
@@ -492,13 +494,15 @@ def test_weights_that_are_not_finite_after_the_last_step_are_not_saved(tmp_path,
 def test_losses_and_repairs_are_summed_over_processes(monkeypatch):
     class OfTwo(Process):
         def sum(self, values):
-            return values + torch.tensor([1.0, 3.0, 5.0])  # values of the other process
+            return values + torch.tensor([1.0, 3.0, 2.0, 5.0])  # values of the other process
 
     monkeypatch.setattr(telemetry, "solver_repairs", lambda reset: {"jitter": 1, "zeroed": 2})
     meter, process = Meter(), OfTwo(torch.device("cpu"), world_size=2)
     norms = [torch.tensor(1.0), torch.tensor(math.inf)]  # an update that the scaler of fp16 skipped
-    assert meter.add([torch.tensor(2.0), torch.tensor(4.0)], norms, process) == [1.5, 3.5]
+    hits = [torch.tensor(3), torch.tensor(4)]
+    assert meter.add([torch.tensor(2.0), torch.tensor(4.0)], hits, norms, process) == [1.5, 3.5]
     assert (meter.loss, meter.batches, meter.gradient_norm, meter.updates, meter.repaired) == (1.5 + 3.5, 2, 1.0, 1, 8)
+    assert meter.hits == 9
 
 
 def test_repairs_of_an_evaluation_are_not_counted(tmp_path, monkeypatch):
@@ -523,6 +527,17 @@ def test_repairs_of_an_evaluation_are_not_counted(tmp_path, monkeypatch):
     repairs["eigh"] = 1000  # from earlier work of this process
     train(small(tmp_path, epochs=2), colours(), step)
     assert [row["repaired_solves"] for row in rows(tmp_path)] == ["5", "5"]
+
+
+@pytest.mark.parametrize("dry_run", [False, True])
+def test_a_batch_that_does_not_fit_into_memory(tmp_path, monkeypatch, dry_run):
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
+
+    monkeypatch.setattr("eigengrain.models.mixed_precision.MixedPrecision.features", full)
+    with pytest.raises(ArgumentError) as error:
+        train(small(tmp_path, dry_run=dry_run), colours())
+    assert (error.value.argument, error.value.value) == ("batch_size", 4)
 
 
 def test_names_are_refused_before_anything_is_written(tmp_path):

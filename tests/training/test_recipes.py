@@ -1,17 +1,22 @@
 """Recipes: each can be read, names its command in its header, and has the settings of the paper."""
 
 import re
+from io import BytesIO
 from pathlib import Path
+from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
 
+from eigengrain.cli import train as command
+from eigengrain.cli.main import parse
 from eigengrain.data.datasets.registry import list_datasets
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.models import create_model
 from eigengrain.recipes import list_recipes, load_recipe, recipe_path
 
 FINE = ("birds", "aircrafts", "cars")
+PHOTOS = ("photos", "photos-small", "photos-scratch")
 
 
 @pytest.mark.parametrize("name", list_recipes())
@@ -38,6 +43,7 @@ def test_a_recipe_is_complete(name):
         ("birds-vgg16-paper", 512, 8),
         ("dogs-efficientnet_b5-paper", 256, 8),
         ("imagenet-alexnet-paper", 256, 7),
+        ("photos-small", 128, 8),
     ],
 )
 def test_the_model_of_a_recipe_can_be_created(name, channels, side):
@@ -53,7 +59,87 @@ def test_there_is_a_recipe_for_each_pair_of_the_paper():
     expected |= {f"{data}-resnet50-scripts" for data in FINE} | {"birds-resnet50-modern"}
     expected |= {f"{data}-efficientnet_b5-paper" for data in ("dogs", "inats")}
     expected |= {f"imagenet-{b}-{flavour}" for b in ("alexnet", "resnet50") for flavour in ("paper", "scripts")}
-    assert set(list_recipes()) == expected | {"plumage-demo"}
+    assert set(list_recipes()) == expected | {"plumage-demo", *PHOTOS}
+
+
+def test_only_the_recipes_for_photographs_calibrate_and_skip_unreadable_images():
+    assert {name for name in list_recipes() if load_recipe(name).data.skip_unreadable} == set(PHOTOS)
+    assert {name for name in list_recipes() if load_recipe(name).model.calibrate} == {"photos", "photos-small"}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with three images; no GPU, and the weights can be downloaded."""
+    (tmp_path / "wren").mkdir()
+    for number in range(3):
+        (tmp_path / "wren" / f"{number}.jpg").touch()
+    monkeypatch.setattr(command, "_weights_available", lambda backbone: True)
+    monkeypatch.setattr("eigengrain.environment.pick_device", lambda name: torch.device("cpu"))
+    return tmp_path
+
+
+def chosen(folder, *words):
+    request = parse(["train", str(folder), "--out", str(folder / "run"), *words])
+    assert request.config.data.name == "folder"
+    assert "\n" not in request.note
+    return request
+
+
+@pytest.mark.parametrize(
+    ("device", "many", "recipe"),
+    [("cpu", 500, "photos-small"), ("cpu", 3, "photos-small"), ("cuda", 4, "photos-small"), ("cuda", 3, "photos")],
+)
+def test_a_recipe_is_chosen_by_device_and_number_of_images(folder, monkeypatch, device, many, recipe):
+    monkeypatch.setattr("eigengrain.environment.pick_device", lambda name: torch.device(device))
+    monkeypatch.setattr(command, "MANY_IMAGES", many)
+    request = chosen(folder, "--epochs", "3", "--optimiser.lr", "0.5")
+    assert request.config == load_recipe(
+        recipe, {"data.root": str(folder), "out": str(folder / "run"), "epochs": 3, "optimiser.lr": 0.5}
+    )
+    assert "3 images" in request.note
+
+
+def test_named_recipes_and_files_are_not_replaced(folder):
+    assert chosen(folder, "--recipe", "plumage-demo").config.model.backbone == "plumage_net"
+    (folder / "mine.yaml").write_text("epochs: 7\n")
+    request = chosen(folder, "--config", str(folder / "mine.yaml"))
+    assert (request.config.recipe, request.config.epochs, request.note) == (None, 7, "")
+    assert parse(["train", "--data.root", str(folder)]).config.recipe is None  # as without a folder
+
+
+def test_without_weights_a_small_network_is_trained_from_scratch(folder, monkeypatch):
+    monkeypatch.setattr(command, "_weights_available", lambda backbone: False)
+    request = chosen(folder)
+    assert request.config.recipe == "photos-scratch"
+    assert not request.config.model.pretrained
+    assert all(word in request.note for word in ("--recipe photos-small", "--model.weights FILE"))
+    assert chosen(folder, "--model.weights", "net.pth").config.recipe == "photos-small"
+    # a run that was started with the network keeps its recipe without it
+    (folder / "run").mkdir()
+    (folder / "run" / "args.yaml").write_text("recipe: photos-small\n")
+    assert chosen(folder, "--resume").config.recipe == "photos-small"
+
+
+def test_weights_are_available_in_the_cache_or_from_a_server(monkeypatch):
+    name, answers = "tf_efficientnet_lite0.in1k", []
+
+    def urlopen(url, timeout):
+        if isinstance(answers[-1], Exception):
+            raise answers[-1]
+        return BytesIO()
+
+    monkeypatch.setattr("urllib.request.urlopen", urlopen)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda repository, file: None)
+    for answer, expected in ((None, True), (URLError("no network"), False), (HTTPError("", 403, "", None, None), True)):
+        answers.append(answer)
+        assert command._weights_available(name) is expected
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    answers.append(None)
+    assert not command._weights_available(name)
+    files = {("timm/tf_efficientnet_lite0.in1k", "model.safetensors"): "/cache/model.safetensors"}
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda *key: files.get(key))
+    assert command._weights_available(name)
 
 
 # batch, classifier ×, weight decay, epochs and drops of the text, epochs and drops of the scripts

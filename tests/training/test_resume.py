@@ -1,6 +1,8 @@
 """An interrupted and resumed run gives exactly the results of an uninterrupted one."""
 
 import csv
+import json
+import math
 import os
 import re
 import signal
@@ -8,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 
-from eigengrain.errors import ArgumentError, CheckpointError, Interrupted
+from eigengrain.errors import ArgumentError, CheckpointError, Interrupted, UnfinishedWarning
 from eigengrain.models import from_pretrained
-from eigengrain.training import loop, setup, train
+from eigengrain.training import loop, open_run, setup, train
 from eigengrain.training.checkpoint import read_checkpoint
+from eigengrain.training.config import Schedule, from_mapping
 from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
 from training.small_run import colours, small
 
@@ -205,6 +209,62 @@ def test_resume_of_a_finished_run_changes_nothing(uninterrupted):
     result = train(small(uninterrupted, resume=True, **EMA), colours(), stop_at(0, 0))
     assert result.epochs_trained == 2
     assert (uninterrupted / "last.pt").read_bytes() == before
+
+
+@pytest.mark.parametrize("schedule", [Schedule("drops", drops=[1, 3], factor=0.5), Schedule("step", every=2)])
+def test_more_epochs_for_a_finished_run_give_a_longer_run(tmp_path, schedule, capsys):
+    changes = {**EMA, "schedule": schedule}
+    longer = train(small(tmp_path / "whole", epochs=4, **changes), colours())
+    train(small(tmp_path / "part", epochs=2, **changes), colours())
+    with pytest.raises(Interrupted):
+        train(small(tmp_path / "part", epochs=4, resume=True, **changes), colours(), stop_at(2, 1))
+    assert not (tmp_path / "part/results.json").exists()
+    with pytest.warns(UnfinishedWarning):  # not the model of two epochs
+        open_run(tmp_path / "part")
+    result = train(small(tmp_path / "part", epochs=4, resume=True, **changes), colours())
+    assert (result.scores, result.epoch) == (longer.scores, longer.epoch)
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
+    assert from_mapping(yaml.safe_load((tmp_path / "part/args.yaml").read_text())).epochs == 4
+    assert len([line for line in capsys.readouterr().err.splitlines() if line.startswith("4 instead of 2 epochs: ")]) == 1
+
+
+@pytest.mark.parametrize("trained", [1, 2])
+def test_the_rates_of_a_changed_number_of_epochs_are_those_of_the_new_length(tmp_path, trained):
+    schedule = Schedule("cosine", warmup_epochs=0.4)
+    if trained == 2:
+        train(small(tmp_path, epochs=2, schedule=schedule), colours())
+    else:
+        with pytest.raises(Interrupted):
+            train(small(tmp_path, epochs=2, schedule=schedule), colours(), stop_at(1, 1))
+    seen = []
+    build = loop.build
+
+    def spying(*arguments):
+        run = build(*arguments)
+        run.net.register_forward_pre_hook(lambda *_: run.net.training and seen.append(run.optimiser.param_groups[0]["lr"]))
+        return run
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(loop, "build", spying)
+        train(small(tmp_path, epochs=4, schedule=schedule, resume=True), colours())
+    first = 10 if trained == 2 else 7
+    expected = [0.02 * (1 + math.cos(math.pi * update / 20)) / 2 for update in range(first, 20)]
+    assert seen == pytest.approx(expected, abs=1e-9)
+
+
+def test_fewer_epochs_end_a_run_but_not_before_what_is_trained_and_evaluated(tmp_path):
+    changes = {"eval_every": 2, "select": "best-test"}
+    with pytest.raises(Interrupted):
+        train(small(tmp_path, epochs=9, **changes), colours(), stop_at(2, 4))
+    train(small(tmp_path, epochs=3, resume=True, **changes), colours())
+    assert json.loads((tmp_path / "results.json").read_text())["epochs_trained"] == 3
+    with pytest.raises(Interrupted):
+        train(small(tmp_path, epochs=9, resume=True, **changes), colours(), stop_at(4, 4))
+    for epochs in (1, 4):
+        with pytest.raises(ArgumentError) as error:
+            train(small(tmp_path, epochs=epochs, resume=True, **changes), colours())
+        assert (error.value.argument, error.value.value) == ("epochs", epochs)
+    assert train(small(tmp_path, epochs=5, resume=True, **changes), colours()).scores
 
 
 def test_kill_9_between_last_and_best(uninterrupted, tmp_path, monkeypatch):

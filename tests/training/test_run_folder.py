@@ -1,6 +1,8 @@
 """Opening a trained model: every kind of folder, its data set, and preprocessing that equals timm's."""
 
 import shutil
+import signal
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -11,12 +13,13 @@ from timm.data import create_transform, resolve_data_config
 
 import eigengrain as eg
 from eigengrain.data import Transforms, build_transform
-from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.errors import ArgumentError, CheckpointError, FileError, Interrupted, UnfinishedWarning, UnknownName
 from eigengrain.models import create_model, from_pretrained, save_pretrained
-from eigengrain.training import TrainedModel, open_weights
+from eigengrain.training import TrainedModel, evaluate, loop, open_weights, train
+from eigengrain.training.checkpoint import read_checkpoint, write_checkpoint
 from eigengrain.training.config import from_mapping
 from eigengrain.training.setup import open_sources
-from training.small_run import PLUMAGE, SIZE
+from training.small_run import PLUMAGE, SIZE, colours, small
 
 BIRDS = PLUMAGE["data"]["options"]
 PIXELS = np.random.default_rng(0).integers(0, 256, (50, 71, 3), dtype=np.uint8)
@@ -162,7 +165,7 @@ def test_preprocessing_without_an_equivalent_is_left_to_timm(model, change):
     assert run.with_transforms(img_size=48).transform(Image.fromarray(PIXELS)).shape == (3, 48, 48)
 
 
-@pytest.mark.parametrize("change", [{"mean": (0.5,)}, {"crop_pct": "much"}, {"input_size": (1, 32, 32)}])
+@pytest.mark.parametrize("change", [{"mean": (0.5,)}, {"interpolation": "much"}, {"input_size": (1, 32, 32)}])
 def test_invalid_preprocessing_is_refused_when_it_is_used(model, tmp_path, change):
     model.pretrained_cfg |= change
     save_pretrained(model, tmp_path)
@@ -172,17 +175,57 @@ def test_invalid_preprocessing_is_refused_when_it_is_used(model, tmp_path, chang
 
 
 def test_folders_without_a_finished_model_are_refused(plumage_run, tmp_path):
-    shutil.copytree(plumage_run, tmp_path / "unfinished", ignore=shutil.ignore_patterns("model"))
+    shutil.copytree(plumage_run, tmp_path / "unfinished", ignore=shutil.ignore_patterns("model", "*.pt"))
+    damaged = shutil.copytree(plumage_run, tmp_path / "damaged", ignore=shutil.ignore_patterns("model", "best.pt"))
+    write_checkpoint(damaged / "last.pt", {"config": {"select": "last"}})
+    with pytest.raises(CheckpointError) as error:
+        eg.open_run(damaged)
+    assert error.value.path == damaged / "last.pt"
+    shutil.rmtree(damaged)
     for path, part in (
         (tmp_path / "unfinishd", str(tmp_path / "unfinished")),  # a similar name
         (tmp_path, str(tmp_path / "unfinished")),  # a run inside
         (tmp_path / "unfinished", "--resume"),
-        (tmp_path / "unfinished/last.pt", "folder"),
+        (tmp_path / "unfinished/summary.csv", "folder"),
     ):
         with pytest.raises(FileError) as error:
             eg.open_run(path)
         assert error.value.path == path
         assert part in error.value.problem
+
+
+@pytest.mark.parametrize(
+    ("changes", "stop", "file", "epoch", "batch"),
+    [
+        ({}, (1, 2), "last.pt", 1, 3),  # in the middle of the second epoch
+        ({"select": "best-test"}, (1, 2), "best.pt", 1, 0),
+        ({"select": "best-test", "ema": 0.5}, (2, 0), "best.pt", 1, 0),
+        ({"ema": 0.5}, (0, 1), "last.pt", 0, 2),
+    ],
+)
+def test_the_model_of_a_stopped_training(tmp_path, monkeypatch, changes, stop, file, epoch, batch):
+    def stopping(e, b, loss):
+        if (e, b) == stop:
+            signal.raise_signal(signal.SIGTERM)
+
+    answers = iter((2.0, 1.0, 1.0))  # the first epoch is the best
+    monkeypatch.setattr(loop, "evaluate", lambda *a, **o: [replace(evaluate(*a, **o)[0], top1=next(answers))])
+    with pytest.raises(Interrupted):
+        train(small(tmp_path, epochs=3, **changes), colours(), stopping)
+    with pytest.warns(UnfinishedWarning) as warned:
+        run = eg.open_run(tmp_path)
+    warning = warned[0].message
+    assert (warning.checkpoint, warning.epoch, warning.batch, warning.epochs) == (tmp_path / file, epoch, batch, 3)
+    state = read_checkpoint(tmp_path / file)
+    weights = run.model.state_dict()
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in state["ema" if "ema" in changes else "model"].items())
+    assert not run.model.training
+    assert (run.classes, run.config.epochs, run.image_size) == (["red", "green", "blue"], 3, SIZE)
+    assert run.model.pretrained_cfg["input_size"] == (3, SIZE, SIZE)
+
+    train(small(tmp_path, epochs=3, resume=True, **changes), colours())
+    finished = eg.open_run(tmp_path).model.state_dict()
+    assert all(torch.equal(t, finished[n]) for n, t in from_pretrained(tmp_path / "model").state_dict().items())
 
 
 def test_the_model_of_another_version_can_be_used_without_its_options(plumage_run, photos, tmp_path):

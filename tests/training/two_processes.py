@@ -1,7 +1,7 @@
 """Program for torchrun with two processes; each writes what it saw to ``OUT/RANK.json``.
 
 In this order: groups that are joined again and again with a different process late each time; a run with its losses; a run
-that is stopped while its checkpoint is written slowly; a network that outlives its process group.
+with mixed images; a run that is stopped while its checkpoint is written slowly; a network that outlives its process group.
 """
 
 import json
@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -43,6 +44,14 @@ def losses(out: Path) -> list[float]:
     return values
 
 
+def mixed(out: Path) -> dict[str, float]:
+    """Scores of a run with mixup, cutmix and class weights."""
+    config = small(out, mixup=0.2, cutmix=1.0, label_smoothing=0.1, accumulate=2, ema=0.9, epochs=1)
+    result = train(replace(config, data=replace(config.data, balance="weights")), colours())
+    assert result is not None
+    return result.scores
+
+
 def stop_during_a_slow_save(out: Path) -> bool:
     """Whether the checkpoint exists when ``train`` raises Interrupted in this process."""
 
@@ -74,6 +83,7 @@ def outlive_the_group() -> None:
 if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
-    seen = {"sums": join_often(), "losses": losses(folder / "run"), "saved": stop_during_a_slow_save(folder / "stopped")}
+    seen = {"sums": join_often(), "losses": losses(folder / "run"), "mixed": mixed(folder / "mixed")}
+    seen |= {"saved": stop_during_a_slow_save(folder / "stopped")}
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
     outlive_the_group()

@@ -3,13 +3,15 @@
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 
-from eigengrain.errors import CheckpointError
+from eigengrain.errors import CheckpointError, FileError
+from eigengrain.models.weights import read_torch
 
 FORMAT = 1
 LAST, BEST = "last.pt", "best.pt"
@@ -75,15 +77,25 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(path, "there is no such checkpoint")
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # a damaged file can fail in any way
+        state = read_torch(path)
+    except FileError as error:
         best = path.with_name(BEST)
         remedy = f"copy {best} over it to continue from there, or " if path.name == LAST and best.exists() else ""
-        problem = f"the checkpoint is damaged or incomplete ({type(error).__name__}): {remedy}delete it to start again"
+        problem = f"the checkpoint is damaged or incomplete ({error.problem}): {remedy}delete it to start again"
         raise CheckpointError(path, problem) from error
     if not isinstance(state, dict) or state.get("format") != FORMAT:
         raise CheckpointError(path, f"it is not a checkpoint of this version of eigengrain (format {FORMAT})")
     return state
+
+
+@contextmanager
+def restoring(path: Path) -> Iterator[None]:
+    """Raise a CheckpointError if entries of a checkpoint, which are used inside, are missing or not as written."""
+    try:
+        yield
+    except (KeyError, TypeError, AttributeError, IndexError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise CheckpointError(path, f"it is not the checkpoint of this training ({reason})") from error
 
 
 def copy_atomically(source: Path, target: Path) -> None:

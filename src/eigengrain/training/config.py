@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
-from eigengrain.data.datasets.registry import check_names, list_datasets
+from eigengrain.data.datasets.registry import check_names, find_entry, list_datasets
 from eigengrain.data.preprocessing import Transforms
 from eigengrain.errors import ArgumentError
-from eigengrain.names import AMP, BACKBONES, CACHES, DEVICES, HEADS, LOGS, SCHEDULES, SELECTIONS, STRIDES
+from eigengrain.names import AMP, BACKBONES, BALANCES, CACHES, DEVICES, HEADS, LOGS, SCHEDULES, SELECTIONS, STRIDES
 from eigengrain.options import build, check, setting
 from eigengrain.recipes import list_recipes, recipe_path
 from eigengrain.yaml_files import read_mapping
@@ -16,7 +16,7 @@ from eigengrain.yaml_files import read_mapping
 #: options that may change when a run is resumed: none of them changes the weights
 FREE_TO_CHANGE = (
     *("recipe", "data.root", "out", "resume", "dry_run"),
-    *("device", "workers", "log", "save_every", "check_images", "cuda_graphs"),
+    *("device", "workers", "log", "save_every", "check_images", "cuda_graphs", "license", "report"),
 )
 
 
@@ -26,8 +26,13 @@ class Data:
 
     Args:
         name: name of the data set; 'eigengrain datasets' lists them.
-        root: folder of the data set; not needed for synthetic images.
-        val_fraction: fraction of the training images of each class that is held out for validation.
+        root: folder of the data set, or a table (CSV) of images; not needed for synthetic images.
+        val_fraction: fraction of the training images of each class that is held out for validation, if there are no
+            validation images.
+        test_fraction: fraction of the images of each class that is held out for test, if there is no split; 0.2 by default.
+        split_seed: seed of the choice of these test images, which split.csv in the folder of the run records.
+        skip_unreadable: leave out images that cannot be read, and list them in unreadable.txt in the folder of the run.
+        balance: for classes of different sizes: sampler (all classes are drawn equally often) or weights (of the loss).
         transforms: preprocessing and augmentation.
         options: more keyword arguments of the data set.
     """
@@ -35,12 +40,27 @@ class Data:
     name: str = setting("cub", offers=list_datasets)
     root: str | None = None
     val_fraction: float = setting(0.0, least=0, below=1)
+    test_fraction: float | None = setting(None, above=0, below=1)
+    split_seed: int = setting(0, least=0)
+    skip_unreadable: bool = False
+    balance: str = setting("none", choices=BALANCES)
     transforms: Transforms = field(default_factory=Transforms)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         check(self, "data.")
         check_names(self.options)
+
+    @property
+    def reader_options(self) -> dict[str, Any]:
+        """Options of the reader: ``options``, and those of a drawn split if they are set."""
+        split = {"test_fraction": self.test_fraction, "split_seed": self.split_seed or None}
+        return {**self.options, **{name: value for name, value in split.items() if value is not None}}
+
+    @property
+    def may_have_validation(self) -> bool:
+        """Whether there are validation images, or whether only opening the data set shows it."""
+        return self.val_fraction > 0 or (self.name in list_datasets() and find_entry(self.name).custom)
 
 
 @dataclass(frozen=True)
@@ -51,13 +71,16 @@ class Model:
         backbone: name of a timm model, or of a torchvision model with the prefix 'tv:'; 'eigengrain models' lists them.
         head: name of the head; 'eigengrain heads' lists them.
         head_options: keyword arguments of the head, such as '{solver: eigh}'.
-        reduce: number of channels before the covariance, 'auto' (256 for wide maps) or null for no reduction.
+        reduce: number of channels before the covariance, 'auto' (256 for wide maps, and fewer than a map has positions) or
+            null for no reduction.
         last_stride: 1 removes the last downsampling of the feature map; null leaves the backbone unchanged.
         stride_on: 1x1 for ResNet weights with the stride on the first convolution of a stage, else 3x3.
+        stages: number of last stages whose maps are pooled together; null for the head's own number, 2 for hcov and else 1.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
         weights: file with weights of the backbone or of the whole model.
         pretrained: load the pretrained weights of timm or torchvision.
         drop_rate: dropout before the classifier.
+        calibrate: before the first step, scale the head's vectors to one length, so that one learning rate suits all heads.
         backbone_options: keyword arguments of the backbone.
     """
 
@@ -67,10 +90,12 @@ class Model:
     reduce: int | Literal["auto"] | None = "auto"
     last_stride: int | None = None
     stride_on: str = setting("3x3", choices=STRIDES)
+    stages: int | None = setting(None, least=1)
     img_size: int | None = None
     weights: str | None = None
     pretrained: bool = False
     drop_rate: float = setting(0.0, least=0, below=1)
+    calibrate: bool = False
     backbone_options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -153,6 +178,11 @@ class Train:
         accumulate: number of batches whose gradients are averaged before each optimiser step.
         clip_grad: maximum norm of the gradient of all parameters; null for no limit.
         label_smoothing: fraction of the target that is spread over all classes.
+        mixup: average pairs of images and their labels, with weights from a beta distribution with this parameter, such as
+            0.2; 0 for none.
+        cutmix: replace a rectangle of each image by that of another one, with a size from a beta distribution with this
+            parameter, such as 1; 0 for none. With mixup too, each batch uses one of them.
+        mix_probability: fraction of the batches that mixup and cutmix change.
         amp: precision of the backbone: none (float32), bf16 or fp16. Head, classifier and loss use at least float32.
         ema: decay of averaged weights, such as 0.999, which are then evaluated and kept; null for no averaging.
         channels_last: use the channels-last memory layout, which is faster in half precision.
@@ -161,7 +191,7 @@ class Train:
             process without gradient accumulation. The results are identical.
         sync_bn: share batch statistics between processes.
         cache: 'device' keeps all decoded images in device memory, 'none' reads the files in every epoch.
-        check_images: open all files before training, and list those that cannot be read.
+        check_images: open all files before training, or in a dry run, and list those that cannot be read.
         early_stop: epochs without improvement after which training ends; null for never.
         select: weights that are kept as the model: last, best-val or best-test. The results record the choice.
         eval_every: epochs between evaluations; the last epoch is always evaluated.
@@ -171,8 +201,10 @@ class Train:
         device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
         out: folder for checkpoints, summary.csv, results.json and the model.
         resume: continue from the checkpoint in the folder, or start if there is none.
+        license: licence of the model for its model card, such as cc-by-4.0.
+        report: write report.html after the training, when it is started by 'eigengrain train'.
         log: 'tensorboard' also writes TensorBoard files.
-        dry_run: build everything, try two images, print the plan and stop.
+        dry_run: build everything, train on a few batches, print the plan with time and memory, and stop.
     """
 
     recipe: str | None = setting(None, offers=list_recipes)
@@ -185,6 +217,9 @@ class Train:
     accumulate: int = setting(1, least=1)
     clip_grad: float | None = setting(None, above=0)
     label_smoothing: float = setting(0.0, least=0, below=1)
+    mixup: float = setting(0.0, least=0)
+    cutmix: float = setting(0.0, least=0)
+    mix_probability: float = setting(1.0, above=0)
     amp: str = setting("none", choices=AMP)
     ema: float | None = setting(None, above=0, below=1)
     channels_last: bool = False
@@ -202,6 +237,8 @@ class Train:
     device: str = setting("auto", offers=DEVICES)
     out: str = "runs/train"
     resume: bool = False
+    license: str | None = None
+    report: bool = True
     log: str = setting("none", choices=LOGS)
     dry_run: bool = False
 
@@ -212,16 +249,29 @@ class Train:
         if self.save_every % self.accumulate:
             problem = f"must be a multiple of {{accumulate}} ({self.accumulate}), because both count batches"
             raise ArgumentError("save_every", problem, self.save_every)
+        if self.mix_probability > 1:
+            raise ArgumentError("mix_probability", "must be at most 1", self.mix_probability)
+        if self.mix_probability < 1 and not (self.mixup or self.cutmix):
+            raise ArgumentError("mix_probability", "has no effect without {mixup} or {cutmix}", self.mix_probability)
         if self.cuda_graphs and self.accumulate > 1:
             problem = "cannot be combined with {accumulate}: a CUDA graph overwrites the previous gradients"
             raise ArgumentError("cuda_graphs", problem)
+        self.check_validation(self.data.may_have_validation)
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """Arguments ``amp`` and ``channels_last`` of every evaluation of the model, during the training and later."""
+        return {"amp": self.amp, "channels_last": self.channels_last}
+
+    def check_validation(self, available: bool) -> None:
+        """Raise an ArgumentError if an option needs validation images and there are none."""
         watched = {
             "select": self.select == "best-val",
             "early_stop": self.early_stop is not None and self.select == "last",
             "schedule.kind": self.schedule.kind == "plateau" and self.select != "best-test",
         }
         for name, needed in watched.items():
-            if needed and not self.data.val_fraction:
+            if needed and not available:
                 value = self.schedule.kind if name == "schedule.kind" else getattr(self, name)
                 other = "" if name == "select" else ", or {select} to best-test to use the test images"
                 raise ArgumentError(name, "needs validation images", value, f"set {{data.val_fraction}}{other}")
@@ -244,7 +294,7 @@ def from_mapping(values: Mapping[str, Any]) -> Train:
         0.1
         >>> from_mapping({"optimiser": {"lrr": 0.1}})
         Traceback (most recent call last):
-        eigengrain.errors.UnknownName: unknown option 'optimiser.lrr': did you mean 'optimiser.lr' or ...
+        eigengrain.errors.UnknownName: unknown option 'optimiser.lrr': did you mean 'optimiser.lr'? ...
     """
     return build(Train, values)
 
@@ -276,20 +326,25 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Train:
     return from_mapping(values)
 
 
-def differences(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+def differences(
+    old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "", defaults: Mapping[str, Any] | None = None
+) -> list[str]:
     """Dotted names of options that differ although a resumed run must not change them.
+
+    An option that an old run did not have yet has its default there.
 
     Example:
         >>> differences({"epochs": 3, "data": {"root": "a", "name": "cub"}}, {"epochs": 4, "data": {"root": "b"}})
         ['epochs', 'data.name']
     """
+    defaults = to_mapping(Train()) if defaults is None else defaults
     changed: list[str] = []
     for key in dict.fromkeys((*old, *new)):
-        name, before, now = prefix + key, old.get(key), new.get(key)
+        name, before, now = prefix + key, old.get(key, defaults.get(key)), new.get(key)
         if name in FREE_TO_CHANGE:
             continue
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            changed += differences(before, now, f"{name}.")
+            changed += differences(before, now, f"{name}.", defaults.get(key) or {})
         elif before != now:
             changed.append(name)
     return changed

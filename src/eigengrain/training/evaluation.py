@@ -45,7 +45,8 @@ def _pooled(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> l
     model.warn_of_short_rank(features)
     head = model.head
     assert isinstance(head, SpectralHead)
-    return head.pool_subsets(head.reduce(features), [head.subset if subset == "own" else subset for subset in subsets])[0]
+    chosen = [head.subset if subset == "own" else subset for subset in subsets]
+    return [model.forward_vector(vector, pre_logits=True) for vector in head.pool_subsets(head.reduce(features), chosen)[0]]
 
 
 @torch.inference_mode()

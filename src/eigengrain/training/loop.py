@@ -4,7 +4,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -13,25 +13,37 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
+from eigengrain import output
 from eigengrain.data.sampler import derive
 from eigengrain.environment import describe
 from eigengrain.errors import ArgumentError, CheckpointError, Diverged, Interrupted, NonFiniteError
 from eigengrain.functional import solver_repairs
 from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet, save_pretrained
-from eigengrain.progress import progress_bar
-from eigengrain.training.checkpoint import BEST, LAST, copy_atomically, read_checkpoint, write_atomically, write_checkpoint
+from eigengrain.models.card import ModelCard
+from eigengrain.progress import TrainingProgress
+from eigengrain.text import counted
+from eigengrain.training.calibration import calibrate
+from eigengrain.training.checkpoint import (
+    BEST,
+    LAST,
+    copy_atomically,
+    read_checkpoint,
+    restoring,
+    write_atomically,
+    write_checkpoint,
+)
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import generator_states, join, preserve_generators, restore_generators, seed_everything
 from eigengrain.training.evaluation import evaluate
+from eigengrain.training.loss import hits
 from eigengrain.training.plan import dry_run
-from eigengrain.training.run_folder import ARGUMENTS, MODEL
-from eigengrain.training.schedule import learning_rates
-from eigengrain.training.setup import Run, Sources, build, write_arguments
+from eigengrain.training.run_folder import ARGUMENTS, MODEL, RESULTS
+from eigengrain.training.schedule import UNBOUNDED, learning_rates
+from eigengrain.training.setup import Run, Sources, build, write_arguments, write_split
 from eigengrain.training.signals import StopRequest, catch_signals
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
@@ -86,7 +98,8 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
         the result; None after a dry run.
 
     Raises:
-        ValueError: for an option that does not fit, before training starts.
+        ValueError: for an option that does not fit, before training starts; for a batch that does not fit into memory.
+        UnreadableImages: before training, or at the end of a dry run.
         Diverged: if the loss, the features or the scores are not finite, or if all covariances are zero at the end of an
             epoch, so that the backbone receives no gradient; the previous checkpoint is kept.
         CheckpointError: if a checkpoint cannot be written or read.
@@ -95,19 +108,27 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
     with join(config.device) as process, preserve_generators(process.device):
         seed_everything(config.seed)  # the same initialisation in every process
         run = build(config, sources, process)
-        if config.dry_run:
-            dry_run(run)
-            return None
-        with catch_signals() as request, _fastest_kernels():
-            return _train(run, request, on_step)
+        try:
+            if config.dry_run:
+                dry_run(run)
+                return None
+            with catch_signals() as request, _fastest_kernels():
+                return _train(run, request, on_step)
+        except torch.OutOfMemoryError as error:
+            problem, remedy = f"is too large for the memory of {process.device}", "reduce it, and use more {accumulate}"
+            raise ArgumentError("batch_size", problem, config.batch_size, remedy) from error
 
 
 def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     config, process, model, optimiser = run.config, run.process, run.model, run.optimiser
     out, total = Path(config.out), len(run.loaders.train)
-    progress, generators = _start_or_resume(run, out)
+    with restoring(out / LAST) if (out / LAST).exists() else nullcontext():
+        progress, generators = _start_or_resume(run, out)
     if process.is_main:
         write_arguments(out, config)
+        write_split(out, run.sources, config.data.root)
+        if progress.epoch < config.epochs:
+            (out / RESULTS).unlink(missing_ok=True)  # a finished run that gets more epochs has no result yet
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
     head = model.head if isinstance(model.head, SpectralHead) else None
     board: Any = None
@@ -135,18 +156,19 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
         checkpoint = out / LAST if (out / LAST).exists() else None
         return Diverged(reason, progress.epoch + 1, batch, total, loss, checkpoint)
 
-    bar = progress_bar()
-    bar.disable = bar.disable or not process.is_main
-    with bar, nullcontext() if board is None else board:
-        task = bar.add_task("")
+    shown = TrainingProgress(config.epochs, total, config.batch_size, process.is_main)
+    with shown, nullcontext() if board is None else board:
         while progress.epoch < config.epochs and not _stalled(config, progress):
             epoch, meter = progress.epoch, progress.meter
-            bar.reset(task, total=total, completed=progress.batch, description=f"epoch {epoch + 1}/{config.epochs}")
+            shown.start_epoch(epoch, progress.batch)
+            accuracy = _accuracy(progress.scores.get(max(progress.scores, default=0), {}))
             run.loaders.train.set_epoch(epoch, start_batch=progress.batch)
             run.net.train()
             solver_repairs(reset=True)  # do not count those of the evaluation
             losses: list[Tensor] = []  # on the device, not yet checked
+            right: list[Tensor] = []  # numbers of images with the highest score for their class
             norms: list[Tensor] = []
+            seen = 0  # images of these losses
             clock = time.perf_counter()
             for batch, data in enumerate(run.loaders.train, start=progress.batch):
                 # A loader draws from the generators when it starts. Only after its first batch can a resumed epoch have
@@ -158,7 +180,7 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     seed_everything(derive(config.seed, epoch, process.rank))
 
                 # forward and backward; gradients are averaged over a group of batches, and the last group may be smaller
-                images, labels = run.to_device(data)
+                images, targets = run.loss.mix(*run.to_device(data), epoch, batch)
                 begin = batch - batch % config.accumulate
                 group = min(config.accumulate, total - begin)
                 ends_group, ends_epoch = batch + 1 == begin + group, batch + 1 == total
@@ -167,15 +189,17 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     recording = head.recording() if head is not None and ends_epoch else nullcontext()
                     waits = isinstance(run.net, DistributedDataParallel) and not ends_group
                     with recording, run.net.no_sync() if waits else nullcontext():  # type: ignore[operator]
-                        loss = cross_entropy(run.net(images), labels, label_smoothing=config.label_smoothing)
+                        scores = run.net(images)
+                        loss = run.loss(scores, targets)
                         run.scaler.scale(loss / group).backward()
                 except NonFiniteError as error:
                     raise diverged("the features are not finite", batch + 1) from error
                 losses.append(loss.detach())
-                meter.images += len(images) * process.world_size
+                right.append(hits(scores, targets))
+                seen += len(images) * process.world_size
                 if on_step is not None:
                     on_step(epoch, batch, float(losses[-1]))
-                bar.advance(task)
+                shown.advance(*meter.facts(), *accuracy)
                 if not ends_group:
                     continue
 
@@ -194,11 +218,12 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                 # check the losses, save, stop: at the same batches in all processes
                 saves = config.save_every > 0 and (batch + 1) % config.save_every == 0
                 if saves or ends_epoch or (batch + 1) % check_every == 0:
-                    for number, value in enumerate(meter.add(losses, norms, process), start=batch + 2 - len(losses)):
+                    meter.images, seen = meter.images + seen, 0
+                    for number, value in enumerate(meter.add(losses, right, norms, process), start=batch + 2 - len(losses)):
                         if not math.isfinite(value):
                             raise diverged(f"the loss is {value}", number, value)
-                    losses.clear()
-                    norms.clear()
+                    for checked in (losses, right, norms):
+                        checked.clear()
                     progress.batch = batch + 1
                     spectrum = head.last_spectrum if head is not None and ends_epoch else None
                     if spectrum is not None:
@@ -216,27 +241,27 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
             # end of the epoch: accuracy, a row of the summary, the checkpoint
             generators = None
             process.share_buffers(run.evaluated)
-            scores: dict[str, float] = {}
+            results: dict[str, float] = {}
             if (epoch + 1) % config.eval_every == 0 or epoch + 1 == config.epochs:
                 for split, loader in (("val", run.loaders.val), ("test", run.loaders.test)):
                     if loader is None:
                         continue
-                    options: dict[str, Any] = {"amp": config.amp, "channels_last": config.channels_last}
                     try:
-                        [score] = evaluate(run.evaluated, loader, process, **options, each=stop_evaluation)
+                        [score] = evaluate(run.evaluated, loader, process, **config.precision, each=stop_evaluation)
                     except NonFiniteError as error:
                         raise diverged("the scores are not finite") from error
-                    scores |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}
-            row: dict[str, Any] = {"epoch": epoch + 1, **meter.row(), **scores}
-            watched = scores.get("test_top1" if config.select == "best-test" or run.loaders.val is None else "val_top1")
+                    results |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}
+            row: dict[str, Any] = {"epoch": epoch + 1, **meter.row(), **results}
+            watched = results.get("test_top1" if config.select == "best-test" or run.loaders.val is None else "val_top1")
             improved = watched is not None and watched > progress.best
             if watched is not None and improved:
                 progress.best, progress.best_epoch = watched, epoch + 1
-            progress.scores = {e: s for e, s in progress.scores.items() if e == progress.best_epoch} | {epoch + 1: scores}
+            progress.scores = {e: s for e, s in progress.scores.items() if e == progress.best_epoch} | {epoch + 1: results}
             run.schedule.step(epoch + 1, watched)
+            shown.end_epoch()
             if summary is not None:
                 summary.append(row)
-                bar.console.print(_line(row, config.epochs), highlight=False, soft_wrap=True)
+                shown.print("   ".join([_line(row, config.epochs), *shown.left()]))
             if board is not None:
                 for name, value in row.items():
                     board.add_scalar(name, value, epoch + 1)
@@ -263,11 +288,16 @@ def _fastest_kernels() -> Iterator[None]:
 
 
 def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | None]:
-    """Progress to start from, and the generator states if that is within an epoch."""
+    """Progress to start from, and the generator states if that is within an epoch.
+
+    The number of epochs may change: from here on the learning rate is that of a run with the new number. For ``drops``,
+    ``constant``, ``step`` and ``plateau``, which do not depend on it, the results are those of such a run.
+    """
     if not (out / LAST).exists():
+        run.calibrate()
         return Progress(), None
     state = read_checkpoint(out / LAST)
-    if changed := differences(state["config"], to_mapping(run.config)):
+    if changed := [name for name in differences(state["config"], to_mapping(run.config)) if name != "epochs"]:
         names = ", ".join(f"{{{name}}}" for name in changed[:5])
         remedy = f"use the values of {out / ARGUMENTS} or another folder"
         raise ArgumentError("out", f"contains a run with other values of {names}", str(out), remedy)
@@ -276,6 +306,15 @@ def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | No
     run.load(state)
     values = state["progress"]
     progress = Progress(**{**values, "meter": Meter(**values["meter"])})
+    before, epochs, kind = state["config"]["epochs"], run.config.epochs, run.config.schedule.kind
+    evaluated = progress.batch == 0 and progress.scores.get(progress.epoch)
+    if epochs < (least := progress.epoch + (not evaluated)):
+        raise ArgumentError("epochs", f"must be at least {least}, because {progress.epoch} are trained", epochs)
+    if epochs != before:
+        run.schedule.step_update(progress.updates)  # the learning rate of the next update
+        change = "as before" if kind in UNBOUNDED else f"that of {counted(epochs, 'epoch')}"
+        if run.process.is_main:
+            output.note(f"{epochs} instead of {counted(before, 'epoch')}: the schedule ({kind}) is {change} from here on")
     if run.process.is_main and progress.batch == 0 and progress.best_epoch == progress.epoch:
         copy_atomically(out / LAST, out / BEST)  # the run may have been killed between the two
     states = state["generators"][run.process.rank :] if progress.batch else []
@@ -295,10 +334,14 @@ def _stalled(config: Train, progress: Progress) -> bool:
     return config.early_stop is not None and evaluated - progress.best_epoch >= config.early_stop
 
 
+def _accuracy(row: Mapping[str, Any]) -> list[str]:
+    """Accuracies of a row of the summary, in words."""
+    return [f"{split} {row[f'{split}_top1']:.2f} %" for split in ("train", "val", "test") if f"{split}_top1" in row]
+
+
 def _line(row: dict[str, Any], epochs: int) -> str:
     """One line about an epoch for the terminal."""
-    parts = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}"]
-    parts += [f"{split} {row[f'{split}_top1']:.2f} %" for split in ("val", "test") if f"{split}_top1" in row]
+    parts = [f"epoch {row['epoch']}/{epochs}", f"loss {row['train_loss']:.4f}", *_accuracy(row)]
     parts.append(f"{row['images_per_second']:.1f} images/s")
     if "log10_condition" in row:
         parts.append(f"log10 condition {row['log10_condition']:.2f}")
@@ -310,32 +353,50 @@ def _finish(run: Run, progress: Progress, out: Path) -> Result:
     config = run.config
     epoch = progress.epoch if config.select == "last" else progress.best_epoch
     result = Result(config.select, epoch, progress.scores.get(epoch, {}), progress.epoch, str(out / MODEL))
+    if config.select != "last":
+        state = read_checkpoint(out / BEST)
+        run.evaluated.load_state_dict(state["model" if run.ema is None else "ema"])
+    calibrate(run)
     if run.process.is_main:
-        if config.select != "last":
-            state = read_checkpoint(out / BEST)
-            run.evaluated.load_state_dict(state["model" if run.ema is None else "ema"])
-        _write_model(run.evaluated, out / MODEL)
+        _write_model(run.evaluated, out / MODEL, _card(run, result))
         record = {
             **asdict(result),
             "chosen_by": {"last": "nothing", "best-val": "validation images", "best-test": "test images"}[config.select],
             "weights": "averaged" if run.ema is not None else "plain",
             "test_time_augmentation": "none",
+            "amp": config.amp,
+            "temperature": run.evaluated.temperature,
             "recipe": config.recipe,
             "seed": config.seed,
             "environment": describe(run.process.device),
         }
         text = json.dumps(record, indent=2) + "\n"
-        write_atomically(out / "results.json", lambda file: file.write(text.encode()))
+        write_atomically(out / RESULTS, lambda file: file.write(text.encode()))
     run.process.wait()
     return result
 
 
-def _write_model(model: CovarianceNet, folder: Path) -> None:
+def _card(run: Run, result: Result) -> ModelCard:
+    """What the model card states about data and accuracy; of the data of a user, only the name of the folder."""
+    root, (train, test, *_) = run.config.data.root, run.sources
+    name = Path(root).resolve().name if train.name == "folder" and root is not None else train.name
+    chosen = "The epoch was chosen by its accuracy on the test images, so this accuracy is too high for other images."
+    return ModelCard(
+        data=name,
+        train_images=len(train),
+        test_images=len(test) or None,
+        accuracy=result.scores.get("test_top1"),
+        license=run.config.license,
+        remark=chosen if result.select == "best-test" else "",
+    )
+
+
+def _write_model(model: CovarianceNet, folder: Path, card: ModelCard) -> None:
     """Write a folder of save_pretrained atomically; other files in an existing folder stay."""
     temporary = folder.with_name(f".{folder.name}.tmp")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
-        save_pretrained(model, temporary)
+        save_pretrained(model, temporary, card=card)
         if folder.is_dir():
             for file in temporary.iterdir():
                 file.replace(folder / file.name)

@@ -1,46 +1,67 @@
-"""A dry run: build everything, train on two images, and print what the training would do."""
+"""A dry run: build everything, train on a few batches, and print what the training would do."""
 
+import sys
 import time
+from collections.abc import Iterator
+from itertools import count, islice
+from typing import NamedTuple
 
 import torch
-from torch.nn.functional import cross_entropy
+from torch import Tensor
 
 from eigengrain import output
-from eigengrain.text import counted
+from eigengrain.data import Batches
+from eigengrain.text import counted, duration, few
+from eigengrain.training.evaluation import evaluate
 from eigengrain.training.setup import Run
 
-PASSES = 2
+#: batches before the timed ones, least number of timed batches, and seconds after which slow batches are enough
+WARMUP, TIMED, SECONDS = 2, 5, 10.0
+#: unreadable images that are named
+UNREADABLE_SHOWN = 10
+
+
+class Speed(NamedTuple):
+    """What the batches of a dry run measure."""
+
+    loss: float
+    seconds: float  # per batch, including reading its images
+    batches: int  # timed ones
 
 
 def dry_run(run: Run) -> None:
-    """Train on two images of the first batch, without an optimiser step, and print the plan."""
-    model, config, process = run.model, run.config, run.process
-    run.loaders.train.set_epoch(0)
-    images, labels = (tensor[:2] for tensor in run.to_device(next(iter(run.loaders.train))))
-    if len(images) == 1:
-        images, labels = images.repeat(2, 1, 1, 1), labels.repeat(2)  # batch statistics need two images
-    run.net.train()
-    for _ in range(PASSES):  # the first one also compiles, chooses algorithms and allocates
-        begin = time.perf_counter()
-        loss = cross_entropy(run.net(images), labels, label_smoothing=config.label_smoothing)
-        run.scaler.scale(loss).backward()
-        value = float(loss.detach())  # waits for the device
-        seconds = time.perf_counter() - begin
-        run.optimiser.zero_grad(set_to_none=True)
+    """Train on a few batches, without keeping the weights, and print the plan.
+
+    Raises:
+        UnreadableImages: at the end, if images cannot be read; the plan is for the others.
+    """
+    model, process = run.model, run.process
+    speed = _time_training(run)
+    evaluation = sum(_time_evaluation(run, loader) for loader in (run.loaders.val, run.loaders.test) if loader is not None)
+    memory = _peak_memory(process.device)
+    images, _ = run.to_device(next(iter(run.loaders.test)))
     with torch.no_grad():
-        map_size = tuple(model.eval().forward_features(images).shape[1:])
-    if not process.is_main:
-        return
-    sources, total = run.sources, len(run.loaders.train)
-    per_image = seconds / len(images)
-    epoch = per_image * total * config.batch_size / process.world_size
+        map_size = tuple(model.eval().forward_features(images[:2]).shape[1:])
+    if process.is_main:
+        _print_plan(run, speed, evaluation, memory, tuple(images.shape[1:]), map_size)
+    if run.unreadable is not None:
+        raise run.unreadable
+
+
+def _print_plan(
+    run: Run, speed: Speed, evaluation: float, memory: int, image_size: tuple[int, ...], map_size: tuple[int, ...]
+) -> None:
+    model, config, process, sources = run.model, run.config, run.process, run.sources
+    total = len(run.loaders.train)
+    evaluations = -(-config.epochs // config.eval_every)
+    seconds = config.epochs * total * speed.seconds + evaluations * evaluation
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     plan = {
         "data": f"{sources.train.name}: {len(sources.train)} training, "
         f"{len(sources.val) if sources.val is not None else 0} validation, {len(sources.test)} test images, "
         f"{len(sources.train.classes)} classes",
         "model": f"{config.model.backbone} + {config.model.head}, {millions:.1f} M parameters; images "
-        f"{tuple(images.shape[1:])} -> map {map_size} -> vector {model.head_hidden_size}",
+        f"{image_size} -> map {map_size} -> vector {model.head_hidden_size}",
         "rates": ", ".join(
             f"{g['name']} {g['initial_lr']:.3g} (weight decay {g['weight_decay']:.3g})" for g in run.optimiser.param_groups
         ),
@@ -49,23 +70,70 @@ def dry_run(run: Run) -> None:
         f"epochs of warm-up: {config.schedule.warmup_epochs:g}",
         "selection": config.select,
         "device": f"{process.device}, processes: {process.world_size}, amp {config.amp}",
-        "two images": f"loss {value:.4f}, {per_image:.3f} s per image forward and backward",
-        "estimate": f"{_duration(epoch)} per epoch, {_duration(epoch * config.epochs)} in total, measured on these two "
-        "images: larger batches are faster on a GPU, and reading images and evaluation are not included",
+        "batch": f"loss {speed.loss:.4f}, {duration(speed.seconds)}, {config.batch_size / speed.seconds:.1f} images/s",
+        "memory": f"at most {memory / 2**30:.1f} GiB" if memory else "not known on this system",
+        "estimate": f"{duration(seconds)} for all epochs: {duration(total * speed.seconds)} per epoch and "
+        f"{duration(evaluation)} per evaluation, from {speed.batches} batches after the first {WARMUP}",
     }
+    if run.unreadable is not None:
+        plan["unreadable"] = few([path for path, _ in run.unreadable.problems], UNREADABLE_SHOWN)
     for name, text in plan.items():
         output.console().print(f"{name:12}{text}", soft_wrap=True, markup=False, highlight=False)
-    output.result({"plan": plan}, [f"{name}\t{text}" for name, text in plan.items()])
+    numbers = {"seconds": seconds, "seconds_per_batch": speed.seconds, "seconds_per_evaluation": evaluation}
+    document = {"plan": plan, "estimate": numbers | {"memory_bytes": memory}}
+    output.result(document, [f"{name}\t{text}" for name, text in plan.items()])
 
 
-def _duration(seconds: float) -> str:
-    """
-    Example:
-        >>> _duration(4.21), _duration(125), _duration(7300)
-        ('4.2 s', '2 min 5 s', '2 h 1 min')
-    """
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    if seconds < 3600:
-        return f"{int(seconds // 60)} min {int(seconds % 60)} s"
-    return f"{int(seconds // 3600)} h {int(seconds % 3600 // 60)} min"
+def _time_training(run: Run) -> Speed:
+    """Train on batches until enough are timed; those that the workers read during the warm-up do not show their speed."""
+    process, accumulate = run.process, run.config.accumulate
+    losses: list[float] = []
+    begin = start = time.perf_counter()
+    warm = 0
+    run.net.train()
+    for number, data in enumerate(_endless(run.loaders.train)):
+        images, targets = run.loss.mix(*run.to_device(data), 0, number)
+        loss = run.loss(run.net(images), targets)
+        run.scaler.scale(loss / accumulate).backward()
+        if (number + 1) % accumulate == 0:
+            run.scaler.step(run.optimiser)
+            run.scaler.update()
+            run.optimiser.zero_grad(set_to_none=True)
+            if run.ema is not None:
+                run.ema.update(run.model, step=number)
+        losses.append(float(loss.detach()))  # waits for the device
+        now, timed = time.perf_counter(), len(losses) - warm
+        if not warm:
+            enough = len(losses) >= WARMUP or now - start > SECONDS
+            warm, begin = (len(losses), now) if any(process.max(enough)) else (0, begin)
+        elif any(process.max(now - begin > SECONDS or timed >= max(TIMED, 2 * run.config.workers + 1))):
+            break
+    return Speed(losses[0], (now - begin) / timed, timed)
+
+
+def _time_evaluation(run: Run, loader: Batches) -> float:
+    """Seconds for the evaluation of a split, from its first batches; the very first also starts workers."""
+    stamps = [time.perf_counter()]
+    options = run.config.precision
+    batches = islice(loader, 1 + TIMED)
+    evaluate(run.evaluated, batches, run.process, **options, each=lambda: stamps.append(time.perf_counter()))
+    first, timed = (1, len(stamps) - 2) if len(stamps) > 2 else (0, 1)
+    return (time.perf_counter() - stamps[first]) / timed * len(loader)
+
+
+def _endless(loader: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+    """The batches of all epochs."""
+    for epoch in count():
+        loader.set_epoch(epoch)
+        yield from loader
+
+
+def _peak_memory(device: torch.device) -> int:
+    """Largest memory of the device, or of this process on the CPU, in bytes so far; 0 if it cannot be measured."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_reserved(device)
+    if sys.platform == "win32" or device.type != "cpu":
+        return 0
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)

@@ -1,6 +1,7 @@
 """Open a trained model together with its training options, its preprocessing and its data set."""
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
@@ -11,18 +12,23 @@ from typing import Any, Literal
 from PIL import Image
 from torch import Tensor
 
-from eigengrain.data import ImageSet, Transforms, build_transform, open_dataset, split_validation
-from eigengrain.errors import ArgumentError, FileError, UnknownName, did_you_mean
+from eigengrain.data import ImageSet, Transforms, build_transform, open_splits
+from eigengrain.data.datasets.registry import find_entry
+from eigengrain.errors import AnnotationError, ArgumentError, FileError, UnfinishedWarning, UnknownName, did_you_mean
+from eigengrain.files import read_text
 from eigengrain.models import CovarianceNet, create_model, from_pretrained, load_weights
 from eigengrain.models.backbone import ImageSize, on_meta
-from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE
+from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE, rebuild
 from eigengrain.names import SPLITS
-from eigengrain.text import few
+from eigengrain.text import few, printable
+from eigengrain.training.checkpoint import BEST, LAST, read_checkpoint, restoring
 from eigengrain.training.config import Data, Train, from_mapping
 from eigengrain.yaml_files import read_mapping
 
-#: file with the options of a run, and the folder with its model
-ARGUMENTS, MODEL = "args.yaml", "model"
+#: files with the options and the results of a run, and the folder with its model
+ARGUMENTS, RESULTS, MODEL = "args.yaml", "results.json", "model"
+#: files with the split of a run, if it was drawn, and with the images that could not be read
+SPLIT, UNREADABLE = "split.csv", "unreadable.txt"
 
 
 @dataclass(frozen=True)
@@ -65,6 +71,11 @@ class TrainedModel:
             return from_mapping(values)
         except ValueError as error:
             raise FileError(file, str(error)) from error
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """Arguments ``amp`` and ``channels_last`` with which :func:`evaluate` repeats the scores of the training."""
+        return (self.config or Train()).precision
 
     @property
     def transforms(self) -> Transforms | None:
@@ -112,40 +123,53 @@ class TrainedModel:
         root: str | None = None,
         options: Mapping[str, Any] | None = None,
     ) -> ImageSet:
-        """A split of the data set of the training, or of another one with the same classes, with the transform set.
+        """A split of the data set of the training, or of another one, with the labels of the model and its transform.
 
         Args:
             split: ``train``, ``val`` or ``test``; ``train`` is without the validation images of the training.
-            name: name of another data set.
-            root: folder of the data set; that of the training by default.
+            name: name of another data set, which may have only some of the classes. A folder without a split is all test.
+            root: folder of the data set; that of the training by default. Without ``name``, it has the same images.
             options: more keyword arguments of the data set ``name``.
 
         Raises:
-            ArgumentError: if no data set is given, its classes differ from those of the model, or ``split`` is ``val`` and
-                the training had no validation images.
+            ArgumentError: if no data set is given, it has classes that the model does not have, or ``split`` is ``val`` and
+                there are no validation images.
             LayoutError: if the folder does not have the layout of the data set.
         """
         if split not in SPLITS:
             raise UnknownName("split", split, SPLITS)
+        table: Path | None = None
         if name is not None:
-            data = Data(name, root, options=dict(options or {}))
+            everything = {"test_fraction": 1.0} if find_entry(name).custom and split == "test" else {}
+            data = Data(name, root, options={**everything, **(options or {})})
         elif options:
             raise ArgumentError("options", "are for the data set {name}, which is not given", dict(options))
         elif self.config is None:
             raise ArgumentError("name", f"is required: {self.path} does not contain the options of a training")
         else:
             data = self.config.data if root is None else replace(self.config.data, root=root)
-        if split == "val" and not data.val_fraction:
-            raise ArgumentError("split", "is not available: the training had no validation images", split, "use test")
-        dataset = open_dataset(data.name, data.root, split="test" if split == "test" else "train", **data.options)
-        if data.val_fraction and split != "test":
-            seed = self.config.seed if self.config is not None else 0
-            dataset = split_validation(dataset, data.val_fraction, seed=seed)[split == "val"]
-        if (expected := self.model.num_classes) != len(dataset.classes):
+            table = self.folder / SPLIT if self.folder is not None and (self.folder / SPLIT).is_file() else None
+        seed = self.config.seed if self.config is not None else 0
+        choice: dict[str, Any] = {"val_fraction": data.val_fraction, "seed": seed, **data.reader_options}
+        choice |= {"split_file": table} if table else {}
+        try:
+            opened = open_splits(data.name, data.root, [split], **choice)
+        except AnnotationError as error:
+            if table is None or root is None:
+                raise
+            remedy = "for other images, give {name} folder too"
+            raise ArgumentError("root", f"must have the images of the training ({error.problem})", root, remedy) from error
+        if split not in opened:
+            raise ArgumentError("split", "is not available: there are no validation images", split, "use test")
+        dataset = opened[split]
+        if name is None and data.skip_unreadable and self.folder is not None and (self.folder / UNREADABLE).is_file():
+            skipped = {line.partition("\t")[0] for line in read_text(self.folder / UNREADABLE).splitlines()}
+            dataset = dataset.subset([i for i in range(len(dataset)) if printable(str(dataset.path(i))) not in skipped])
+        if self.model.class_names is not None:
+            dataset = dataset.with_classes(self.model.class_names)
+        elif (expected := self.model.num_classes) != len(dataset.classes):
             problem = f"must be a data set with {expected} classes, like the model, not {len(dataset.classes)}"
             raise ArgumentError("name", problem, dataset.name)
-        if self.model.class_names is not None and self.model.class_names != dataset.classes:
-            raise ArgumentError("name", "must be a data set with the class names of the model in this order", dataset.name)
         dataset.transform = self.transform
         return dataset
 
@@ -197,9 +221,11 @@ def open_run(path: str | os.PathLike[str]) -> TrainedModel:
 
     Args:
         path: folder of ``eigengrain train``, its ``model`` folder, or a folder of :func:`eigengrain.save_pretrained`.
+            A training that was stopped or is still running has a model too: that of its last checkpoint, or of the best
+            one if it keeps the best epoch; an :class:`~eigengrain.errors.UnfinishedWarning` states which.
 
     Raises:
-        FileError: if there is no such folder, it does not contain a model, or the training has not finished.
+        FileError: if there is no such folder, it does not contain a model, or the training has no checkpoint yet.
         ValueError: if the files of the model do not fit together.
 
     Example:
@@ -223,10 +249,31 @@ def open_run(path: str | os.PathLike[str]) -> TrainedModel:
             problem = f"it is not a folder of 'eigengrain train' or of save_pretrained: there is no {CONFIG_FILE}"
             raise FileError(path, _with_question(problem, inside[:3]))
         return TrainedModel(from_pretrained(place), path, folder)
-    if not (folder / MODEL).is_dir():
+    checkpoints = [file for file in (folder / BEST, folder / LAST) if file.is_file()]
+    if (folder / MODEL).is_dir() and (place != folder or (folder / RESULTS).is_file() or not checkpoints):
+        return TrainedModel(from_pretrained(folder / MODEL), path, folder)
+    if not checkpoints:
         command = f"eigengrain train --config {folder / ARGUMENTS} --resume"
-        raise FileError(path, f"the training has not finished: continue it with '{command}'")
-    return TrainedModel(from_pretrained(folder / MODEL), path, folder)
+        raise FileError(path, f"the training has not written a checkpoint yet: start it again with '{command}'")
+    return TrainedModel(_open_checkpoint(checkpoints), path, folder)
+
+
+def _open_checkpoint(files: Sequence[Path]) -> CovarianceNet:
+    """The model of an unfinished training: of ``best.pt``, the first of the files, if it keeps the best epoch."""
+    state, file = read_checkpoint(files[-1]), files[-1]
+    with restoring(file):
+        keeps_best = state["config"]["select"] != "last"
+    if keeps_best and file != files[0]:
+        state, file = read_checkpoint(files[0]), files[0]
+    with restoring(file):
+        weights = state["model"] if state["ema"] is None else state["ema"]
+        shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
+        model = rebuild(file, state["architecture"], state["preparation"], state["class_names"], shapes)
+        model.load_state_dict(weights)
+        progress = state["progress"]
+        warning = UnfinishedWarning(file, progress["epoch"], progress["batch"], state["config"]["epochs"])
+    warnings.warn(warning, stacklevel=2)
+    return model.eval()
 
 
 def open_weights(

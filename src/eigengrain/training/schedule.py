@@ -14,6 +14,9 @@ from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.models import parameter_groups
 from eigengrain.training.config import Optimiser, Schedule
 
+#: schedules that do not depend on the number of epochs
+UNBOUNDED = ("drops", "constant", "step", "plateau")
+
 
 def build_optimiser(model: nn.Module, config: Optimiser) -> torch.optim.Optimizer:
     """Create the optimiser of a model, with one learning rate per part of the model.

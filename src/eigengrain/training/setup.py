@@ -1,7 +1,12 @@
 """Everything that a training uses, built from its config: data sets, loaders, model, optimiser, schedule."""
 
 import copy
+import csv
+import io
 import json
+import math
+from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,21 +20,27 @@ from timm.utils import ModelEmaV3
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from eigengrain.data import Batches, ImageSet, build_transform, find_unreadable, make_loader, open_dataset, split_validation
+from eigengrain import output
+from eigengrain.data import Batches, ImageSet, build_transform, find_unreadable, make_loader, open_splits
+from eigengrain.data.check import describe_imbalance, leave_out
 from eigengrain.data.device_cache import Decoded, DeviceCache
-from eigengrain.errors import ArgumentError, FileError, MissingPackageError, UnreadableImages
+from eigengrain.errors import ArgumentError, FileError, MissingPackageError, NonFiniteError, UnreadableImages
 from eigengrain.files import writable
 from eigengrain.models import CovarianceNet, create_model
+from eigengrain.models.backbone import on_meta
 from eigengrain.models.mixed_precision import MixedPrecision
+from eigengrain.models.model import full_rank_reduce
+from eigengrain.models.pretrained import current_config, description_of
 from eigengrain.text import printable
 from eigengrain.training.checkpoint import LAST, remove_temporary_files, write_atomically
 from eigengrain.training.config import Data, Train, to_mapping
 from eigengrain.training.distributed import Process
-from eigengrain.training.run_folder import ARGUMENTS
+from eigengrain.training.loss import Loss
+from eigengrain.training.run_folder import ARGUMENTS, SPLIT, UNREADABLE
 from eigengrain.training.schedule import build_optimiser, build_schedule
 
-#: list of images that cannot be read, in the folder of the run
-UNREADABLE = "unreadable.txt"
+#: root mean square length of calibrated vectors, and number of images from which it is measured
+LENGTH, IMAGES = 32.0, 64
 
 
 class Sources(NamedTuple):
@@ -64,8 +75,10 @@ class Run:
     net: nn.Module  # the model as the loop calls it: in mixed precision, compiled, distributed
     optimiser: torch.optim.Optimizer
     schedule: Scheduler
+    loss: Loss
     scaler: torch.amp.GradScaler
     ema: ModelEmaV3 | None  # averaged weights
+    unreadable: UnreadableImages | None = None  # what a dry run left out
 
     @property
     def evaluated(self) -> CovarianceNet:
@@ -81,6 +94,14 @@ class Run:
         images, labels = (tensor.to(self.process.device, non_blocking=True) for tensor in batch)
         return images.contiguous(memory_format=torch.channels_last) if self.config.channels_last else images, labels
 
+    def calibrate(self) -> None:
+        """Calibrate the vectors from the first batches, if the config says so; before the first step of a run."""
+        if self.config.model.calibrate:
+            self.loaders.train.set_epoch(0)
+            calibrate_vectors(self.model, map(self.to_device, self.loaders.train), self.process, self.config.amp)
+            if self.ema is not None:
+                self.ema.module.load_state_dict(self.model.state_dict())
+
     def state(self) -> dict[str, Any]:
         """Everything that changes in training, and what is needed to use the weights elsewhere."""
         return {
@@ -91,7 +112,8 @@ class Run:
             "scaler": self.scaler.state_dict(),
             "config": to_mapping(self.config),
             "class_names": list(self.model.class_names or []),
-            "preparation": json.loads(json.dumps(self.model.pretrained_cfg)),  # without tuples, like the config
+            "architecture": json.loads(json.dumps(current_config(self.model))),
+            "preparation": json.loads(json.dumps(description_of(self.model))),  # without tuples, like the config
         }
 
     def load(self, state: dict[str, Any]) -> None:
@@ -122,12 +144,14 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     out = Path(config.out)
     if (out / LAST).exists() and not config.resume and not config.dry_run:
         raise ArgumentError("out", "already contains a run", config.out, "continue it with {resume} or use another folder")
-    sources = sources or open_sources(config.data, config.seed)
+    if sources is None:
+        sources = open_sources(config.data, config.seed, out if (out / LAST).exists() else None)
+        if process.is_main:
+            _print_notes(sources, config.data)
+    config.check_validation(sources.val is not None)
     if sources.val is None and config.data.val_fraction:
         raise ArgumentError("data.val_fraction", "is set, but the given data sets have no validation images")
-    options = asdict(config.model)
-    more = options.pop("backbone_options")
-    model = create_model(**options, **more, num_classes=len(sources.train.classes))
+    model = create_model(**_model_options(config, sources.train))
     model.class_names = list(sources.train.classes)
     if config.sync_bn and process.distributed:
         if process.device.type != "cuda":
@@ -136,8 +160,20 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    if config.check_images and not config.dry_run and not (out / LAST).exists():
-        check_readable(sources, out, config.workers, process)  # before a device cache reads the first unreadable one
+    unreadable = None
+    if config.data.skip_unreadable or (config.check_images and not (out / LAST).exists()):
+        # before a device cache reads the first unreadable one
+        sources, unreadable = check_readable(sources, out, config.workers, process)
+    if unreadable is not None:
+        skip, lost = config.data.skip_unreadable, 0 in sources.train.class_counts()
+        if skip and lost:
+            name = sources.train.classes[sources.train.class_counts().index(0)]
+            problem = f"leaves no training image of {name!r}; {unreadable.listing} lists the unreadable ones"
+            raise ArgumentError("data.skip_unreadable", problem)
+        if lost or not (skip or config.dry_run):
+            raise unreadable
+        if process.is_main:
+            output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")
     loaders = make_loaders(sources, model, config, process)
     if len(loaders.train) == 0:
         raise ValueError(f"{sources.train.name} has no training images")
@@ -155,38 +191,150 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     if process.distributed:
         net = DistributedDataParallel(net, device_ids=[process.device] if process.device.type == "cuda" else None)
     scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")
-    return Run(config, process, sources, loaders, model, net, optimiser, schedule, scaler, ema)
+    names = ("label_smoothing", "mixup", "cutmix", "mix_probability", "seed")
+    balance = config.data.balance == "weights"
+    loss = Loss(sources.train.class_counts(), balance=balance, **{name: getattr(config, name) for name in names})
+    parts = (config, process, sources, loaders, model, net, optimiser, schedule, loss, scaler, ema)
+    return Run(*parts, unreadable=None if config.data.skip_unreadable else unreadable)
 
 
-def open_sources(data: Data, seed: int) -> Sources:
-    """Open the data sets of a config. Raises as :func:`eigengrain.data.open_dataset`."""
-    train = open_dataset(data.name, data.root, split="train", **data.options)
-    test = open_dataset(data.name, data.root, split="test", **data.options)
-    if not data.val_fraction:
-        return Sources(train, test)
-    kept, validation = split_validation(train, data.val_fraction, seed=seed)
-    return Sources(kept, test, validation)
+def _model_options(config: Train, images: ImageSet) -> dict[str, Any]:
+    """Arguments of create_model; if the maps of the images have few positions, ``reduce="auto"`` becomes a number."""
+    options = asdict(config.model)
+    options |= {**options.pop("backbone_options"), "num_classes": len(images.classes)}
+    del options["calibrate"]
+    options["pretrained"] &= config.model.weights is None
+    if config.model.reduce == "auto":
+        transforms = config.data.transforms
+        # what does not fit is reported when the model is created, or by the first batch
+        with torch.no_grad(), torch.random.fork_rng(devices=()), suppress(ValueError, RuntimeError):
+            width, height = images.image(0).size if transforms.kind == "none" else (transforms.img_size,) * 2
+            model = on_meta(lambda: create_model(**options | {"weights": None, "pretrained": False})).eval()
+            shape = 1, model.pretrained_cfg["input_size"][0], height, width
+            features = model.forward_features(torch.empty(shape, device=next(model.parameters()).device))
+            options["reduce"] = full_rank_reduce(model.head, features[0, 0].numel()) or "auto"
+    return options
 
 
-def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> None:
-    """Open every image file once, so that an unreadable one is reported before training.
+@torch.no_grad()
+def calibrate_vectors(
+    model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]], process: Process | None = None, amp: str = "none"
+) -> float:
+    """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
 
-    Each process checks a share: processes that only waited for the first would time out.
+    A classifier learns from a vector that is c times as long as if its learning rate were c² times as high. With vectors of
+    one length, one learning rate suits all heads. The weights of a linear classifier are divided by a factor above 1, so
+    that the scores do not change. The statistics of normalisation layers are those of the batches, as in training, and the
+    running ones stay as they are. A model whose factor is not 1 is calibrated already and is not changed.
 
-    Raises:
-        UnreadableImages: in all processes, if images cannot be read; ``unreadable.txt`` in the folder lists all of them.
+    Args:
+        model: model of ``create_model``, before its training.
+        batches: (images, labels) of the training; the first that have IMAGES images are used.
+        process: this process and its device, by default a single process on the device of the model; all processes compute
+            the same factor.
+        amp: precision of the backbone.
+
+    Returns:
+        the factor; it stays 1 if the vectors are zero or not finite.
+
+    Example:
+        >>> from eigengrain.models import create_model
+        >>> model, images = create_model("test_resnet", "gap", num_classes=2), torch.rand(8, 3, 32, 32)
+        >>> factor = calibrate_vectors(model, [(images, torch.zeros(8))])
+        >>> vectors = model.train().forward_head(model.forward_features(images), pre_logits=True)
+        >>> print(f"{vectors.square().sum(1).mean().sqrt():.4f}")
+        32.0000
+    """
+    process = process or Process(next(model.parameters()).device)
+    if model.vector_scale != 1:
+        return float(model.vector_scale)
+    net, buffers = MixedPrecision(model, amp), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    modes = [(module, module.training) for module in model.modules()]
+    images_seen, squares = 0, 0.0
+    model.train()
+    try:
+        for images, _ in batches:
+            features = net.features(images.to(process.device, non_blocking=True))
+            try:
+                squares += float(model.head(features).cpu().double().square().sum())
+            except NonFiniteError:  # the first step will report it
+                squares = math.nan
+            images_seen += len(images)
+            if images_seen * process.world_size >= IMAGES:
+                break
+    finally:
+        for buffer, value in buffers:
+            buffer.copy_(value)
+        for module, training in modes:
+            module.training = training
+    shares = process.gather((images_seen, squares))
+    mean_square = sum(square for _, square in shares) / max(1, sum(count for count, _ in shares))
+    if 0 < mean_square < math.inf:
+        model.vector_scale.fill_(LENGTH / math.sqrt(mean_square))
+        # larger scores of a random classifier would send larger random gradients into the backbone
+        if isinstance(model.classifier, nn.Linear) and model.vector_scale > 1:
+            model.classifier.weight.div_(model.vector_scale)
+    return float(model.vector_scale)
+
+
+def open_sources(data: Data, seed: int, run: Path | None = None) -> Sources:
+    """Open the data sets of a config, with the split of an earlier ``run`` if it was drawn.
+
+    Raises as :func:`eigengrain.data.open_dataset`.
+    """
+    table = run / SPLIT if run is not None and (run / SPLIT).is_file() else None
+    choice: dict[str, Any] = {"val_fraction": data.val_fraction, "seed": seed, **data.reader_options}
+    opened = open_splits(data.name, data.root, **choice | ({"split_file": table} if table else {}))
+    return Sources(opened["train"], opened["test"], opened.get("val"))
+
+
+def _print_notes(sources: Sources, data: Data) -> None:
+    """Print how the images were found, and a hint if the classes differ much in size."""
+    hint = describe_imbalance(sources.train) if data.balance == "none" else ""
+    for line in filter(None, dict.fromkeys((*sources.train.notes, *sources.test.notes, hint))):
+        output.note(line)
+
+
+def write_split(out: Path, sources: Sources, root: str | None) -> None:
+    """Write ``split.csv`` at the start of a run if the split was drawn, so that it always uses the same images for test."""
+    if (out / LAST).exists():
+        return
+    (out / SPLIT).unlink(missing_ok=True)
+    if sources.train.groups is None or root is None:
+        return
+    place = Path(root).expanduser()
+    place = place if place.is_dir() else place.parent
+    file = io.StringIO(newline="")
+    table = csv.writer(file)
+    table.writerow(("path", "label", "split"))
+    for split, dataset in zip(("train", "test", "val"), sources[:3], strict=True):
+        if dataset is not None:
+            for path, label in zip(dataset.paths or (), dataset.labels, strict=True):
+                name = path.relative_to(place) if path.is_relative_to(place) else path
+                table.writerow((name.as_posix(), dataset.classes[label], split))
+    text = file.getvalue().encode("utf-8", "backslashreplace")
+    write_atomically(out / SPLIT, lambda stream: stream.write(text))
+
+
+def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> tuple[Sources, UnreadableImages | None]:
+    """Open every image file once: sources without the images that cannot be read, and the error that lists them.
+
+    Each process checks a share: processes that only waited for the first would time out. ``unreadable.txt`` in the folder
+    lists the images.
     """
     datasets = [dataset for dataset in sources[:3] if dataset is not None and dataset.paths is not None]
     shares = [dataset.subset(range(process.rank, len(dataset), process.world_size)) for dataset in datasets]
     own = [problem for share in shares for problem in find_unreadable(share, workers, progress=process.is_main)]
     problems = [problem for part in process.gather(own) for problem in part]
     if not problems:
-        return
+        return sources, None
     listed = [(printable(problem.path), printable(problem.reason)) for problem in problems]
     if process.is_main:
         text = "".join(f"{path}\t{reason}\n" for path, reason in listed)
         writable(out / UNREADABLE).write_text(text, encoding="utf-8")
-    raise UnreadableImages(listed, out / UNREADABLE)
+    train, test = (leave_out(dataset, problems) for dataset in (sources.train, sources.test))
+    val = None if sources.val is None else leave_out(sources.val, problems)
+    return sources._replace(train=train, test=test, val=val), UnreadableImages(listed, out / UNREADABLE)
 
 
 def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process: Process) -> Loaders:
@@ -206,6 +354,7 @@ def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process:
             "world_size": process.world_size,
             # batch statistics of a last batch with one image would be useless
             "drop_last": train and len(dataset) >= config.batch_size,
+            "balanced": train and config.data.balance == "sampler",
         }
         dataset = copy.copy(dataset)  # it may be used for several splits, and the caller's data set must not change
         dataset.transform = build_transform(config.data.transforms, train, mean, std)

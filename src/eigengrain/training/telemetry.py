@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from eigengrain.errors import CheckpointError
+from eigengrain.files import read_text
 from eigengrain.functional import rounding_floor, solver_repairs
 from eigengrain.functional.subsets import small_part
 from eigengrain.training.checkpoint import write_atomically
 from eigengrain.training.distributed import Process
 
 COLUMNS = (
-    *("epoch", "train_loss", "val_top1", "val_top5", "val_loss", "test_top1", "test_top5", "test_loss"),
+    *("epoch", "train_loss", "train_top1", "val_top1", "val_top5", "val_loss", "test_top1", "test_top5", "test_loss"),
     *("lr_backbone", "lr_head", "lr_classifier", "gradient_norm", "images_per_second"),
     *("lambda_1", "log10_condition", "energy_last", "s", "q_norm", "repaired_solves"),
 )
@@ -33,15 +34,17 @@ class Meter:
     gradient_norm: float = 0.0
     updates: int = 0  # with finite gradients
     images: int = 0
+    hits: float = 0.0  # images whose class has the highest score, see :func:`eigengrain.training.loss.hits`
     seconds: float = 0.0
     repaired: int = 0  # eigendecompositions that needed a fallback
     rates: dict[str, float] = field(default_factory=dict)  # learning rates of the last update, by column
     spectrum: dict[str, float] = field(default_factory=dict)  # of the last batch, by column
 
-    def add(self, losses: list[Tensor], norms: list[Tensor], process: Process) -> list[float]:
-        """Add losses and gradient norms of this process; return the losses as means over the processes."""
+    def add(self, losses: list[Tensor], hits: list[Tensor], norms: list[Tensor], process: Process) -> list[float]:
+        """Add losses, hits and gradient norms of this process; return the losses as means over the processes."""
         repaired = losses[0].new_tensor(sum(solver_repairs(reset=True).values()))
-        *sums, repairs = process.sum(torch.stack([*losses, repaired])).tolist()  # one exchange for both
+        counts = (torch.stack(hits).sum().to(repaired), repaired)
+        *sums, hit, repairs = process.sum(torch.stack([*losses, *counts])).tolist()  # one exchange for all
         means = [each / process.world_size for each in sums]
         for loss in means:  # one by one: the sum must not depend on the batches between two calls
             self.loss += loss
@@ -50,13 +53,22 @@ class Meter:
                 self.gradient_norm += norm
                 self.updates += 1
         self.batches += len(means)
+        self.hits += hit
         self.repaired += int(repairs)
         return means
+
+    def facts(self) -> list[str]:
+        """Loss and training accuracy so far, in words."""
+        if not self.batches:
+            return []
+        row = self.row()
+        return [f"loss {row['train_loss']:.4f}", f"train {row['train_top1']:.2f} %"]
 
     def row(self) -> dict[str, float]:
         """Means and sums by column."""
         return {
             "train_loss": self.loss / max(self.batches, 1),
+            "train_top1": 100 * self.hits / max(self.images, 1),
             "gradient_norm": self.gradient_norm / max(self.updates, 1),
             "images_per_second": self.images / self.seconds if self.seconds else 0.0,
             "repaired_solves": self.repaired,
@@ -101,7 +113,7 @@ class Summary:
         old: list[dict[str, str]] = []
         if path.is_file() and epochs:
             # nothing in an incomplete last row can be trusted, not even its epoch
-            whole = path.read_text(encoding="utf-8").rpartition("\n")[0]
+            whole = read_text(path).rpartition("\n")[0]
             old = [row for row in csv.DictReader(io.StringIO(whole)) if (row.get("epoch") or "").isdigit()]
         kept = [row for row in old if int(row["epoch"]) <= epochs]
         text = io.StringIO()
@@ -126,8 +138,8 @@ class Summary:
 
 def read_summary(path: Path) -> list[dict[str, float]]:
     """Rows of a ``summary.csv``, without empty columns."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return [{name: float(value) for name, value in row.items() if value} for row in csv.DictReader(file)]
+    rows = csv.DictReader(io.StringIO(read_text(path)))
+    return [{name: float(value) for name, value in row.items() if value} for row in rows]
 
 
 def _number(value: Any) -> str:

@@ -1,0 +1,84 @@
+"""The loss of a training: cross-entropy with label smoothing, class weights, and mixup and cutmix of timm."""
+
+from collections.abc import Sequence
+
+from eigengrain import _torchvision  # noqa: F401  isort: skip
+
+import torch
+from timm.data.mixup import Mixup, mixup_target
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+
+from eigengrain.data.sampler import seeded
+
+
+class Loss:
+    """Mean cross-entropy of a batch.
+
+    Args:
+        counts: number of training images of each class.
+        label_smoothing: fraction of the target that is spread over all classes.
+        balance: weight the images so that all classes have the same total weight and the mean weight is 1.
+        mixup, cutmix: parameters of the beta distributions of timm; 0 for none. With both, each batch uses one of them.
+        mix_probability: fraction of the batches that are mixed.
+        seed: seed of the mixing.
+
+    Example:
+        >>> loss, scores = Loss([3, 1], balance=True), torch.zeros(4, 2)
+        >>> loss.weights.tolist(), round(float(loss(scores, torch.tensor([0, 0, 0, 1]))), 4)
+        ([0.6666666865348816, 2.0], 0.6931)
+        >>> images, shares = Loss([1, 1], mixup=1.0).mix(torch.tensor([0.0, 1.0]).view(2, 1, 1, 1), torch.tensor([0, 1]))
+        >>> torch.allclose(images.flatten(), shares[:, 1])
+        True
+    """
+
+    def __init__(
+        self,
+        counts: Sequence[int],
+        *,
+        label_smoothing: float = 0.0,
+        balance: bool = False,
+        mixup: float = 0.0,
+        cutmix: float = 0.0,
+        mix_probability: float = 1.0,
+        seed: int = 0,
+    ):
+        self.classes, self.label_smoothing, self.seed = len(counts), label_smoothing, seed
+        number = torch.tensor(counts, dtype=torch.float32)
+        weights = number.sum() / (number.count_nonzero() * number)
+        self.weights = weights.where(number > 0, 0) if balance else None
+        options = {"prob": mix_probability, "label_smoothing": label_smoothing, "num_classes": len(counts)}
+        self._mixup = Mixup(mixup, cutmix, **options) if mixup or cutmix else None
+
+    def mix(self, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
+        """Mix each image of a batch with another one, in place, as the key determines.
+
+        Returns:
+            the images, and the labels (B,); with mixing, the smoothed shares of the classes, (B, classes). The last of an
+            odd number of images is not mixed.
+        """
+        if self._mixup is None:
+            return images, labels
+        even = len(images) // 2 * 2
+        with seeded(self.seed, *key, 11):  # 11 separates it from other uses of the same seed
+            mixed, shares = self._mixup(images[:even], labels[:even])
+        if even == len(images):
+            return mixed, shares
+        own = mixup_target(labels[even:], self.classes, smoothing=self.label_smoothing)
+        return torch.cat((mixed, images[even:])), torch.cat((shares, own))
+
+    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """The loss of scores (B, classes) and targets of :meth:`mix`."""
+        mixed = targets.ndim == 2
+        smoothing = 0.0 if mixed else self.label_smoothing  # the shares of mixed images are smoothed already
+        targets = targets.to(scores.dtype) if mixed else targets
+        if self.weights is None:
+            return cross_entropy(scores, targets, label_smoothing=smoothing)
+        self.weights = self.weights.to(scores)
+        # a mean over images, not over weights: the sum over batches and processes must not depend on how images are shared
+        return cross_entropy(scores, targets, self.weights, label_smoothing=smoothing, reduction="none").mean()
+
+
+def hits(scores: Tensor, targets: Tensor) -> Tensor:
+    """Number of images whose class, or the class with the largest share in a mixed image, has the highest score."""
+    return (scores.detach().argmax(1) == (targets.argmax(1) if targets.ndim == 2 else targets)).sum()
