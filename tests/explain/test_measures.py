@@ -203,3 +203,13 @@ def test_no_graph_and_half_precision(pair, mask):
     for values in (correlation(a, b), mae(a, b), energy_inside(a, mask), pointing_hit(a, mask)):
         assert not values.requires_grad
         assert values.dtype == torch.float64
+
+
+@pytest.mark.parametrize("pixels", [10, 49, 63])
+def test_constants_in_double_precision_have_no_correlation(pixels):
+    """The mean of equal numbers is rounded in float64, and the difference from it must not count as a pattern."""
+    generator = torch.Generator().manual_seed(0)
+    constants = torch.rand(200, 1, dtype=torch.float64, generator=generator).expand(-1, pixels)
+    maps = torch.rand(200, pixels, dtype=torch.float64, generator=generator)
+    assert correlation(constants, maps).isnan().all()
+    assert correlation(maps, constants).isnan().all()

@@ -51,7 +51,7 @@ class Trunk(nn.Module):
 def make(head="mpncov", dtype=F64, reduce=D):
     torch.manual_seed(3)
     description = {"mean": MEAN, "std": STD, "input_size": (3, SIDE, SIDE)}
-    trunk = Backbone("trunk", {}, None, Trunk(), FeatureLayout("NCHW"), 8, description, "fc")
+    trunk = Backbone("trunk", {}, None, Trunk(), FeatureLayout("NCHW"), (8,), description, "fc")
     model = CovarianceNet(trunk, head, num_classes=3, reduce=reduce)
     with torch.no_grad():
         for weight in model.parameters():
@@ -719,3 +719,43 @@ def test_animations_that_cannot_be_written(tmp_path):
         with pytest.raises(ArgumentError) as caught:
             write()
         assert caught.value.argument == argument
+
+
+def test_tolerance_is_relative_to_the_larger_of_two_windows():
+    x, method = photos(1), EigenPerturbation(make(), lr=0.05)
+    losses = method.perturb(x, "small", SPLIT, steps=2 * WINDOW).losses[:, 0].numpy()
+    first, second = abs(losses[:WINDOW].mean()), abs(losses[WINDOW:].mean())
+    relative = abs(second - first) / max(first, second)
+    assert second > 1.2 * first  # so that the larger and the smaller window differ
+    for tolerance, converged in ((1.01 * relative, True), (0.99 * relative, False)):
+        result = method.perturb(x, "small", SPLIT, steps=2 * WINDOW + 1, tolerance=tolerance)
+        assert result.converged.tolist() == [converged]
+        assert result.steps_taken == 2 * WINDOW + (not converged)
+
+
+@pytest.mark.parametrize("white", [False, True])
+def test_images_may_leave_rgb_by_the_rounding_of_half_precision(white):
+    method = EigenPerturbation(make())
+    low, high = (torch.tensor([(value - m) / s for m, s in zip(MEAN, STD, strict=True)]).view(3, 1, 1) for value in (0, 1))
+    x = photos(1)
+    for share in (0.009, 0.011):  # the limit is 1 %
+        x[0, :, 3, 4:5] = (high + share * (high - low) if white else low - share * (high - low))[:, 0]
+        if share < 0.01:
+            assert method.perturb(x, "small", SPLIT, steps=1).images.isfinite().all()
+        else:
+            with pytest.raises(ArgumentError) as error:
+                method.perturb(x, "small", SPLIT, steps=1)
+            assert error.value.argument == "x"
+
+
+def test_a_held_image_does_not_move_again(monkeypatch):
+    """Its loss can still change with the shifts of the image, and between a window before and one after it was held."""
+    x, method = photos(2), EigenPerturbation(make(), lr=0.05, jitter=2)
+    answers = iter([[False, True], [True, True], [True, False]])
+    monkeypatch.setattr(perturbation, "_changes", lambda recent, tolerance: torch.tensor(next(answers)))
+    result = method.perturb(x, "small", SPLIT, steps=100, tolerance=0.1)
+    assert result.converged.tolist() == [True, True]
+    assert result.steps_taken == 4 * WINDOW
+    for k, steps in ((0, 2 * WINDOW), (1, 4 * WINDOW)):
+        alone = method.perturb(x, "small", SPLIT, steps=steps)
+        assert torch.equal(result.images[k], alone.images[k])

@@ -316,3 +316,24 @@ def test_a_panel_of_perturbed_images_shows_image_steps_and_losses(net, tmp_path,
     assert (shown[-1] == last.permute(1, 2, 0).numpy()).all()
     with pytest.raises(ArgumentError):
         draw_perturbed(pixels, [EigenPerturbation(net).perturb(images[:2], "large", 5, 1)], tmp_path / "p.png")
+
+
+def test_a_map_equals_that_of_all_eigenvalues_because_of_the_rank_only_if_the_subset_has_every_nonzero_one():
+    same = torch.ones(2, 2)
+    maps = {"all": same, "top:4": same, "top:3": same}
+    image = Explained(torch.zeros(3, 2, 2).byte(), "", {"vanilla": maps}, {}, "exact", 8, 5, "wren")  # rank 4 of 8
+    assert image.remark("vanilla", "top:4") == "= all: rank 4"
+    assert image.remark("vanilla", "top:3") == image.remark("vanilla", "all") == ""
+
+
+def test_a_zero_map_is_explained_by_the_rank_only_if_every_kept_eigenvalue_is_beyond_it():
+    dead = torch.zeros(2, 2)
+    maps = {"last:5": dead, "last:4": dead}
+    image = Explained(torch.zeros(3, 2, 2).byte(), "", {"vanilla": maps}, {}, "exact", 8, 5, "wren")  # rank 4 of 8
+    assert image.remark("vanilla", "last:4") == "zero: rank N−1 = 4 < 5"
+    assert image.remark("vanilla", "last:5") == "zero everywhere"
+
+
+def test_the_brightest_colour_begins_at_a_percentile():
+    assert module.brightest(torch.arange(1001.0)) == pytest.approx(995)
+    assert module.brightest(torch.cat([torch.zeros(999), torch.ones(1)])) == 1  # the percentile is 0

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from PIL import Image
 
 import eigengrain as eg
 from eigengrain.data import ImageSet, Transforms, build_transform
@@ -201,3 +202,16 @@ def test_panels_have_a_limited_number_of_rows(net, tmp_path, monkeypatch):
 def test_the_page_explains_every_measure():
     template = (TEMPLATES / "explain.html").read_text(encoding="utf-8")
     assert re.findall(r'^  "(\w+)": ', template.split("meanings = {")[1], re.MULTILINE) == list(MEASURES)
+
+
+def test_the_number_of_images_includes_those_without_a_value():
+    [table] = measure_tables([Summary("vanilla", "exact", "top:6", "abs-max", "corr", 0.5, 0.1, n=3, n_undefined=2)])
+    assert " n = 5 " in table.caption
+
+
+def test_a_film_has_the_start_and_every_step(written):
+    _, _, pictures, _ = written
+    for picture in pictures:
+        if picture.kind == "film":
+            with Image.open(picture.path) as film:
+                assert film.n_frames == 4  # of three steps

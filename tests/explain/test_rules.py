@@ -343,3 +343,11 @@ def test_nothing_is_intercepted_after_the_context_also_after_an_error():
         x = torch.tensor([-1.0], requires_grad=True)
         assert torch.autograd.grad(F.relu(x), x)[0] == 0
         assert torch._C._len_torch_function_stack() == 0
+
+
+def test_a_threshold_with_another_value_is_not_a_relu():
+    x = torch.randn(2, 3, 4, 4, requires_grad=True)
+    for threshold, value, relus in ((0.0, 0.0, 1), (0.0, 0.5, 0), (0.5, 0.0, 0)):
+        with ReLURules("guided") as rules:
+            F.threshold(x, threshold, value)
+        assert (rules.relus, sum(rules.others.values())) == (relus, 1 - relus)

@@ -22,6 +22,8 @@ from eigengrain.errors import (
     UnknownName,
 )
 from eigengrain.explain import RULES, EigenSaliency, attribute_rules
+from eigengrain.explain.sanity import deletion_curve, insertion_curve
+from eigengrain.explain.smooth import smooth_maps
 from eigengrain.functional import EigenSubset
 from eigengrain.heads import CovarianceHead, SpectralHead
 from eigengrain.models import CovarianceNet, create_model
@@ -47,7 +49,7 @@ class Trunk(nn.Module):
 def make(head="mpncov", reduce=D, dtype=F64, between=None, num_classes=CLASSES, seed=0, **options):
     torch.manual_seed(seed)
     description = {"input_size": (3, SIZE, SIZE)}
-    backbone = Backbone("trunk", {}, None, Trunk(between), FeatureLayout("NCHW"), 6, description, "")
+    backbone = Backbone("trunk", {}, None, Trunk(between), FeatureLayout("NCHW"), (6,), description, "")
     model = CovarianceNet(backbone, head, num_classes, reduce=reduce, head_options=options).to(dtype).eval()
     for norm in (module for module in model.modules() if isinstance(module, nn.BatchNorm2d)):
         nn.init.normal_(norm.bias, mean=0.3, std=0.1)  # so that no channel is dead
@@ -390,11 +392,93 @@ def test_targets():
     assert saliency.attribute_subsets(x, ["all"], target="norm").targets.tolist() == [-1, -1]
     headless = EigenSaliency(make(num_classes=0))
     assert headless.attribute(x, target="norm").shape == x.shape
-    wrong = [(saliency, target) for target in (4, -1, "class", 0.5, True, torch.tensor([0, 1, 2]))]
-    for method, target in [*wrong, (headless, None)]:
+    with pytest.raises(ArgumentError) as caught:
+        headless.attribute(x)
+    assert caught.value.argument == "target"
+
+
+ONE_PER_IMAGE = {
+    "list": [3, 0],
+    "list of tuples": [(3,), (0,)],
+    "tensor": torch.tensor([3, 0]),
+    "column": torch.tensor([[3], [0]]),
+    "short integers": torch.tensor([3, 0], dtype=torch.int16),
+    "array": np.array([3, 0]),
+}
+ONE_FOR_ALL = {
+    "integer": 3,
+    "tuple": (3,),
+    "list": [3],
+    "list of a tuple": [(3,)],
+    "scalar": torch.tensor(3),
+    "tensor": torch.tensor([3]),
+    "column": torch.tensor([[3]]),
+}
+NOT_CLASSES = {
+    "too large": 4,
+    "negative": [0, -1],
+    "too many": torch.tensor([0, 1, 2]),
+    "row": torch.tensor([[0, 1]]),
+    "two indices": [(0, 1), (2, 3)],
+    "ragged": [(0,), (1, 2)],
+    "empty": [],
+    "float": 0.5,
+    "floats": torch.tensor([0.0, 1.0]),
+    "bool": True,
+    "bools": [True, False],
+    "complex": 1j,
+    "name": "class",
+    "names": ["a", "b"],
+    "none": [None, None],
+    "slice": slice(1),
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "classes"),
+    [*((target, [3, 0]) for target in ONE_PER_IMAGE.values()), *((target, [3, 3]) for target in ONE_FOR_ALL.values())],
+    ids=[*(f"each: {name}" for name in ONE_PER_IMAGE), *(f"all: {name}" for name in ONE_FOR_ALL)],
+)
+def test_forms_of_targets(target, classes):
+    model, x = make(dtype=torch.float32), images(2, torch.float32)
+    saliency = EigenSaliency(model)
+    result = saliency.attribute_subsets(x, ["last:3"], target=target)
+    assert result.targets.tolist() == classes
+    alone = [saliency.attribute(x[i : i + 1], target=c, subset="last:3") for i, c in enumerate(classes)]
+    assert distance(result.maps["last:3"], torch.cat(alone)) < 1e-4
+    maps = result.maps["last:3"]
+    plain = deletion_curve(model, x, maps, torch.tensor(classes), steps=2)
+    assert torch.equal(deletion_curve(model, x, maps, target, steps=2).scores, plain.scores)
+    assert torch.equal(smooth_maps(model, x, target), smooth_maps(model, x, torch.tensor(classes)))
+    inserted = insertion_curve(model, x, maps, torch.tensor(classes), steps=2)
+    assert torch.equal(insertion_curve(model, x, maps, target, steps=2).scores, inserted.scores)
+
+
+@pytest.mark.parametrize("target", NOT_CLASSES.values(), ids=NOT_CLASSES)
+def test_targets_that_are_not_classes(target):
+    model, x = make(), images(2)
+    for call in (
+        lambda: EigenSaliency(model).attribute(x, target=target),
+        lambda: EigenSaliency(model).gradient_func(model, (x,), target),
+        lambda: smooth_maps(model, x, target),
+        lambda: deletion_curve(model, x, x, target, steps=2),
+    ):
         with pytest.raises(ArgumentError) as caught:
-            method.attribute(x, target=target)
-        assert caught.value.argument == "target"
+            call()
+        assert caught.value.argument in ("target", "targets")
+
+
+@pytest.mark.parametrize("target", [[(3,), (0,)], torch.tensor([[3], [0]]), [3, 0], (3,)], ids=str)
+def test_forms_of_targets_inside_captum(target):
+    """captum repeats the targets for its samples and steps, and passes them on."""
+    model, x = make(dtype=torch.float32), images(2, torch.float32)
+    classes = torch.as_tensor(target).flatten().expand(2)
+    for wrap, options in ((NoiseTunnel, {"nt_samples": 2, "stdevs": 0.0}), (None, {"n_steps": 3})):
+        method = wrap(EigenSaliency(model)) if wrap else IntegratedGradients(model)
+        if wrap is None:
+            method.gradient_func = EigenSaliency(model).gradient_func
+        expected = method.attribute(x, target=classes, **options)
+        torch.testing.assert_close(method.attribute(x, target=target, **options), expected)
 
 
 @pytest.mark.parametrize(("head", "options"), [("mpncov", {}), ("logcov", {}), ("mpncov+seb", {"factor": "mlp-matrix"})])
@@ -691,3 +775,33 @@ def test_public_names():
         assert hasattr(explain, name)
     with pytest.raises(AttributeError):
         explain.nothing  # noqa: B018
+
+
+def test_each_image_of_a_batch_leaves_out_its_own_largest_map():
+    from eigengrain.explain.saliency import _Partition
+
+    a = torch.randn(3, 2, 4, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+    factors = torch.tensor([[2.0, 1.0, 1.0], [1.0, 2.0, -1.0], [1.0, -1.0, 2.0]], dtype=F64)  # image × (whole, part, rest)
+    names = ("all", "top:1", "last:1")
+    gradients = {name: factors[:, k, None, None, None] * a for k, name in enumerate(names)}
+    partition = _Partition(*names)
+    sent = partition.reduce(gradients)
+    for image, largest in enumerate(names):
+        for gradient in sent.values():
+            assert not torch.equal(gradient[image], gradients[largest][image])
+    restored = partition.restore({name: 3 * gradient for name, gradient in sent.items()}, gradients)
+    for name in names:
+        torch.testing.assert_close(restored[name], 3 * gradients[name], rtol=1e-15, atol=0)
+
+
+def test_batch_statistics_keep_the_maps_of_subsets_apart():
+    """In training mode a pass with gradients of different subsets would mix them through the batch normalisation."""
+    model, x = make(between=nn.BatchNorm2d(6).double()), 3 * images(6)
+    model.train()
+    subsets = ["all", "top:1", "last:4"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        together = EigenSaliency(model).attribute_subsets(x, subsets, target=1)
+        for subset in subsets:
+            alone = EigenSaliency(model).attribute(x, target=1, subset=subset)
+            assert distance(together.maps[subset], alone) < 1e-10

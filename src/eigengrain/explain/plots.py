@@ -123,7 +123,7 @@ def explain_images(
     with torch.no_grad():
         features = model.forward_features(images)
         scores = model.forward_head(features).double().cpu() if model.num_classes else None
-    likely = None if scores is None else scores.softmax(1).max(1)
+    likely = None if scores is None else (scores / model.temperature).softmax(1).max(1)
     if target is None and likely is not None:
         target = likely.indices.to(images.device)  # the class in the caption, whatever subset the head keeps
     results = attribute_rules(model, images, subsets, rules, target, cut)
@@ -203,6 +203,8 @@ def draw_panel(images: Sequence[Explained], path: str | Path, scale: str = "row"
         f"the three colours, over the image in grey. Cut: {first.cut} (the kept subspace {turns[first.cut]}). Colour: "
         f"square root, {colour}, brightest from the {PERCENTILE:g}th percentile."
     )
+    if "smooth" in first.maps:
+        note += " Smooth maps: features times gradient at the positions of the feature map, where it is positive."
     if any("all" in maps and len(maps) > 1 for maps in first.maps.values()):
         note += " Under a map: its norm relative to that of all eigenvalues."
     return save(compose(groups, lines, note, bar=True), path)

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from eigengrain.errors import ArgumentError, MissingPackageError
 from eigengrain.explain.relu_rules import ReLURules, check_rule
+from eigengrain.explain.targets import Classes, read_classes
 from eigengrain.functional import EigenSubset
 from eigengrain.functional.spectral import check_cut
 from eigengrain.heads import CovarianceHead, Head, SpectralHead
@@ -44,7 +45,7 @@ def _logged(method: _Method) -> _Method:
 
 
 Subset = str | EigenSubset
-Target = int | str | Tensor | list[int] | None
+Target = Classes | str | None
 
 #: models for which a warning about training mode was given
 _warned: "weakref.WeakSet[nn.Module]" = weakref.WeakSet()
@@ -145,8 +146,10 @@ def attribute_rules(
         inputs: images (B, 3, H, W), normalised for the model; ``requires_grad`` is ignored and not changed.
         subsets: such as ``["all", "top:206", "last:50"]``.
         rules: some of ``vanilla``, ``deconv`` and ``guided``. The last two are defined for networks with ReLUs only.
-        target: a class, one class per image, None for the class that the model predicts from all eigenvalues, or ``"norm"``
-            for the norm of the vector before the classifier, with the subset kept. The class is the same for every subset.
+        target: a class, or one class per image, in any form that captum takes (an integer, a list of integers or of tuples
+            with one, a tensor (B,) or (B, 1)); None for the class that the model predicts from all eigenvalues; or
+            ``"norm"`` for the norm of the vector before the classifier, with the subset kept. The class is the same for
+            every subset.
         cut: ``exact`` or ``projector``, see :func:`eigengrain.functional.spectral_function`.
 
     Returns:
@@ -391,15 +394,7 @@ def _read_target(target: Target, inputs: Tensor, num_classes: int) -> Tensor | N
         raise ArgumentError("target", "cannot be a class: the model has no classifier", remedy="use 'norm'")
     if target is None:
         return None
-    classes = torch.as_tensor(target, device=inputs.device)
-    if classes.is_floating_point() or classes.dtype == torch.bool:
-        raise ArgumentError("target", f"must be an integer, not {classes.dtype}")
-    if classes.numel() != 1 and classes.shape != inputs.shape[:1]:
-        raise ArgumentError("target", f"must be one class, or one for each of {len(inputs)} images", tuple(classes.shape))
-    classes = classes.long().flatten().expand(len(inputs))
-    if classes.numel() and not 0 <= int(classes.min()) <= int(classes.max()) < num_classes:
-        raise ArgumentError("target", f"must be from 0 to {num_classes - 1}", target)
-    return classes
+    return read_classes(target, inputs, num_classes)
 
 
 def _warn_about_training(model: nn.Module) -> None:

@@ -16,6 +16,7 @@ from timm.models import group_parameters
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.explain.measures import collapse, correlation, rank_correlation
 from eigengrain.explain.perturbation import gaussian_blur
+from eigengrain.explain.targets import Classes, read_classes
 from eigengrain.models import CovarianceNet
 
 BASELINES = ("blur", "mean")
@@ -44,7 +45,7 @@ def deletion_curve(
     model: Callable[[Tensor], Tensor],
     images: Tensor,
     maps: Tensor,
-    targets: Tensor | int,
+    targets: Classes,
     *,
     steps: int = 20,
     baseline: str | Tensor = "blur",
@@ -61,7 +62,7 @@ def deletion_curve(
         images: (B, C, H, W).
         maps: (B, H, W), or signed gradients (B, C, H, W), which are collapsed by ``abs-max``. Pixels with equal values are
             ordered at random, in the same order for all images and maps.
-        targets: class of each image (B,), or one class for all.
+        targets: one class, or one class per image, in the forms of captum as in :func:`attribute_rules`.
         steps: k, from 1 to the number of pixels.
         baseline: ``blur``, the blurred image; ``mean``, its mean colour; or a tensor that broadcasts to the images, such as
             0 for the mean colour of a normalised data set.
@@ -84,11 +85,7 @@ def deletion_curve(
         raise ArgumentError("steps", f"must be from 1 to {pixels}, the number of pixels", steps)
     if batch_size < 1:
         raise ArgumentError("batch_size", "must be at least 1", batch_size)
-    classes = torch.as_tensor(targets, device=images.device)
-    integer = not (classes.is_floating_point() or classes.is_complex() or classes.dtype == torch.bool)
-    if not integer or classes.shape not in ((), (count,)):
-        raise ArgumentError("targets", f"must be an integer, or one for each of {count} images", targets)
-    classes = classes.long().expand(count)
+    classes = read_classes(targets, images, argument="targets")
     # after step j the first `changed[j]` pixels of the order are replaced
     changed = torch.tensor([round(j * pixels / steps) for j in range(steps + 1)], device=images.device)
     # every image at every step, as one long list that is split into batches
@@ -113,7 +110,7 @@ def insertion_curve(
     model: Callable[[Tensor], Tensor],
     images: Tensor,
     maps: Tensor,
-    targets: Tensor | int,
+    targets: Classes,
     *,
     baseline: str | Tensor = "blur",
     **options: Any,
@@ -169,7 +166,7 @@ class Randomised:
 def randomisation_check(
     model: CovarianceNet,
     images: Tensor,
-    targets: Tensor,
+    targets: Classes,
     subsets: Sequence[str] = ("all",),
     rules: Sequence[str] = ("vanilla",),
     *,
@@ -186,7 +183,7 @@ def randomisation_check(
     Args:
         model, images, subsets, rules, cut: as for :func:`eigengrain.explain.attribute_rules`; a copy of the model is
             randomised.
-        targets: class to explain for each image (B,): fixed, because a random network predicts another one.
+        targets: class to explain, one or one per image: fixed, because a random network predicts another one.
         similarity: ``spearman`` or ``pearson``, of the maps after :func:`eigengrain.explain.measures.collapse` by ``how``.
         seed: seed of the random weights.
         attribute: function that computes the maps; by default :func:`eigengrain.explain.attribute_rules`.
