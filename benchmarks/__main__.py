@@ -4,7 +4,18 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import compare_released, explain, explorer_load, functional, gradients, heads, loader, solvers, step
+from benchmarks import (
+    compare_released,
+    explain,
+    explorer_load,
+    functional,
+    gradients,
+    heads,
+    loader,
+    solvers,
+    step,
+    unfamiliar,
+)
 from eigengrain.cli.main import Command, run_commands
 
 PROGRAM = "python -m benchmarks"
@@ -19,6 +30,7 @@ _TABLE: dict[str, tuple[type[Any], Callable[[Any], int | None], str]] = {
     "explain": (explain.ExplainBench, explain.run, "--backbone resnet18 --batch 4 --img_size 224"),
     "loader": (loader.LoaderBench, loader.run, "--images 64 --size 224 --workers 2"),
     "compare_released": (compare_released.CompareReleased, compare_released.run, "--fast-mpn-cov PATH --batch 10"),
+    "unfamiliar": (unfamiliar.UnfamiliarBench, unfamiliar.run, "--checkpoint runs/mine --images photos"),
     "explorer_load": (explorer_load.ExplorerLoad, explorer_load.run, "--visitors 50 --seconds 60"),
 }
 COMMANDS = [

@@ -120,7 +120,7 @@ async def visit(url: str, model: str, channels: int, images: int, visitors: int,
     """Let visitors move the split at a regular interval, on this machine alone."""
     import httpx
 
-    from eigengrain.explorer.server import is_loopback
+    from eigengrain.explorer.access import is_loopback
 
     if not is_loopback(urlsplit(url).hostname or ""):
         raise ArgumentError("url", "must be on this machine", url)
@@ -132,7 +132,7 @@ async def visit(url: str, model: str, channels: int, images: int, visitors: int,
         await asyncio.sleep(chance.uniform(0, every))  # visitors do not move at the same time
         while time.perf_counter() < until:
             start = time.perf_counter()
-            choice = [model, image, chance.randrange(1, channels), ["vanilla", "deconv"], "", "predicted", "exact", "row"]
+            choice = [model, image, chance.randrange(1, channels), ["smooth"], "", "predicted", "exact", "row", ""]
             try:
                 answers = await asyncio.wait_for(visitor.ask([(event, choice) for event in EVENTS]), TIMEOUT)
             except (TimeoutError, RuntimeError, httpx.HTTPError) as error:

@@ -3,6 +3,7 @@
 import base64
 import csv
 import html
+import io
 import re
 import signal
 from html.parser import HTMLParser
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from eigengrain.cli import demo
 from eigengrain.cli import main as cli
@@ -62,7 +64,7 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing(trained):
     tags = Tags(text).tags
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags}
     sources = [attributes["src"] for tag, attributes in tags if tag == "img"]
-    assert len(sources) == 2 + demo.EXAMPLES
+    assert 2 < len(sources) <= 2 + demo.EXAMPLES
     for source in sources:
         kind, data = source.split(",", 1)
         assert kind == "data:image/png;base64"
@@ -77,6 +79,8 @@ def test_the_table_has_a_row_for_each_head_in_the_order_of_training(trained):
         rows = list(csv.DictReader(file))
     assert [row["head"] for row in rows] == list(HEADS)
     text = (trained / "report.html").read_text(encoding="utf-8")
+    best = max(float(row["test_top1"]) for row in rows)
+    assert text.index(f'<p class="headline"><b>{best:.1f}\u00a0%</b>') < text.index("<table>")
     table = text[text.index("<table>") : text.index("</table>")]
     assert re.findall(r'<tr><th scope="row">([^<]+)</th>', table) == list(HEADS)
     for row in rows:
@@ -111,8 +115,40 @@ def test_the_page_shows_what_the_model_computes(trained):
     assert 100 * float(right) == pytest.approx(float(row["test_top1"]))
 
 
+def test_the_images_are_those_where_the_heads_differ(trained):
+    """The pictures and answers of the page, by the saved models alone."""
+    config = load_recipe(demo.RECIPE, {"data.options": {"per_class": 5}})
+    test = open_sources(config.data, 0).test
+    predictions = {}
+    for head in HEADS:
+        model = from_pretrained(trained / head / "model")
+        transform = build_transform(
+            config.data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
+        )
+        with torch.inference_mode():
+            images = torch.stack([transform(test.image(index)) for index in range(len(test))])
+            predictions[head] = model(images.contiguous(memory_format=torch.channels_last)).argmax(1).tolist()
+    right = [{head: predictions[head][i] == label for head in HEADS} for i, label in enumerate(test.labels)]
+    expected = {i for i, row in enumerate(right) if len(set(row.values())) == 2}
+    text = (trained / "report.html").read_text(encoding="utf-8")
+    tiles = re.findall(r"<figure><img alt=[^>]*base64,([^\"]+)\"><figcaption><b>([^<]+)</b>(.*?)</figcaption>", text)
+    assert len(tiles) == min(len(expected), demo.EXAMPLES) > 0
+    pixels = {test.image(i).tobytes(): i for i in expected}
+    for data, title, lines in tiles:
+        index = pixels[Image.open(io.BytesIO(base64.b64decode(data))).tobytes()]
+        assert title == test.classes[test.labels[index]]
+        answers = [
+            line == f"{head}: right"
+            for head, line in zip(HEADS, re.findall(r"<span[^>]*>([^<]+)</span>", lines), strict=True)
+        ]
+        assert [text.endswith(": right") for text in answers] == list(right[index].values())
+    assert len({title for _, title, _ in tiles}) == min(len({test.labels[i] for i in expected}), demo.EXAMPLES)
+
+
 def test_the_next_commands_work(trained, capsys, tmp_path):
-    evaluate, train = demo.next_commands(Demo(out=str(trained)))
+    evaluate, report, train = demo.next_commands(Demo(out=str(trained)))
+    assert cli.main([*report.split()[1:], "--out", str(tmp_path / "report.html")]) == 0
+    assert (tmp_path / "report.html").is_file()
     assert cli.main([*evaluate.split()[1:], "--out", str(tmp_path / "scores.csv")]) == 0
     with (tmp_path / "scores.csv").open(newline="") as file:
         assert [row["subset"] for row in csv.DictReader(file)] == ["all", "top:32", "last:32"]
@@ -125,7 +161,8 @@ def test_the_next_commands_work(trained, capsys, tmp_path):
             file.parent.mkdir(parents=True, exist_ok=True)
             dataset.image(index).resize((120 + index, 100)).save(file)
     words = train.replace("FOLDER", str(tmp_path / "mine")).replace("runs/mine", str(tmp_path / "run")).split()[1:]
-    assert cli.main([*words, "--epochs", "1"]) == 0
+    assert cli.main([*words, "--epochs", "1", "--report", "false"]) == 0
+    assert not (tmp_path / "run" / "report.html").exists()
     assert (tmp_path / "run" / "model" / "model.safetensors").is_file()
 
 
@@ -138,7 +175,7 @@ def test_a_second_start_trains_nothing_twice(trained, capsys, monkeypatch):
     assert (trained / "demo.csv").read_text(encoding="utf-8") == before
     out, err = capsys.readouterr()
     assert len(err.splitlines()) == len(HEADS)
-    report, *commands = out.strip().splitlines()[-3:]
+    report, *commands = out.strip().splitlines()[-4:]
     assert report.endswith(str(trained / "report.html"))
     assert [line.split(": ", 1)[1] for line in commands] == demo.next_commands(Demo(out=str(trained)))
 
@@ -198,7 +235,7 @@ def test_the_demo_runs_without_matplotlib(trained, capsys, monkeypatch):
     before = page.read_text(encoding="utf-8")
     try:
         assert cli.main(["demo", *TINY, "--out", str(trained)]) == 0
-        assert page.read_text(encoding="utf-8").count("<img") == demo.EXAMPLES
+        assert page.read_text(encoding="utf-8").count("<img") == before.count("<img") - 2
     finally:
         page.write_text(before, encoding="utf-8")
     assert "eigengrain[explain]" in capsys.readouterr().out

@@ -22,7 +22,10 @@ def surroundings(tmp_path, monkeypatch):
     """An empty cache, no folder of data sets, and no second process for an import."""
     monkeypatch.setenv("EIGENGRAIN_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("EIGENGRAIN_DATA", raising=False)
-    monkeypatch.setattr(doctor, "import_error", lambda module: "")
+    monkeypatch.setattr(doctor, "import_error", lambda modules: "")
+
+
+IMPORT_ERROR = doctor.import_error
 
 
 def draw(path):
@@ -216,10 +219,27 @@ def test_missing_packages(monkeypatch, capsys):
     assert "timm" in problem
 
 
-def test_a_broken_torchvision_is_a_problem(monkeypatch, capsys):
-    monkeypatch.setattr(doctor, "import_error", lambda module: "OSError: undefined symbol")
+@pytest.mark.parametrize("broken", ["torchvision", "timm"])
+def test_packages_that_cannot_be_imported_are_a_problem(monkeypatch, capsys, broken):
+    error = "OSError: undefined symbol"
+    monkeypatch.setattr(doctor, "import_error", lambda modules: error if broken in modules.split(", ") else "")
     [problem] = report(capsys, code=1)["problems"]
-    assert "undefined symbol" in problem
+    assert error in problem
+    assert f"--force-reinstall {'torch torchvision' if broken == 'torchvision' else 'timm'}" in problem
+
+
+def test_a_torchvision_for_another_torch_is_a_problem_although_this_package_repairs_it(tmp_path, monkeypatch, capsys):
+    (tmp_path / "torchvision.py").write_text(
+        "import torch\n"
+        "if not hasattr(torch.ops.torchvision, 'nms'):\n"
+        "    raise RuntimeError('operator torchvision::nms does not exist')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(doctor, "import_error", IMPORT_ERROR)
+    assert IMPORT_ERROR("eigengrain._torchvision") == ""
+    [problem] = report(capsys, code=1)["problems"]
+    assert "operator torchvision::nms does not exist" in problem
+    assert problem.startswith(f"torch {doctor.installed('torch')} and torchvision {doctor.installed('torchvision')} ")
 
 
 def test_caches_are_measured(tmp_path, monkeypatch):

@@ -42,7 +42,7 @@ def test_help_begins_with_a_short_usage_and_ends_with_examples(command, monkeypa
     parts = sections(text)
     assert list(parts)[-1] == "examples"
     assert 2 <= len(parts["examples"]) <= 3
-    assert {option.name.upper() for option in options_of(command.config) if option.name in command.positional} == {
+    assert {option.argument for option in options_of(command.config) if option.name in command.positional} == {
         line.split()[0] for line in parts.get("arguments", []) if not line.startswith("   ")
     }
 
@@ -68,7 +68,7 @@ def test_help_has_every_option_once_with_its_text_and_default(command, monkeypat
 def test_options_stand_under_their_subjects():
     train = next(command for command in cli.COMMANDS if command.name == "train")
     parts = sections(cli.help_of(train))
-    assert list(parts)[:6] == ["training", "data", "transforms", "model", "optimiser", "schedule"]
+    assert list(parts)[:7] == ["arguments", "training", "data", "transforms", "model", "optimiser", "schedule"]
     for subject, start in (
         ("training", "--recipe NAME"),
         ("optimiser", "--optimiser.lr X"),
@@ -103,7 +103,7 @@ def test_the_overview_lists_every_command():
     [
         (["help"], "usage: eigengrain COMMAND [options]"),
         (["help", "demo"], "usage: eigengrain demo [options]"),
-        (["train", "--epochs", "3", "-h"], "usage: eigengrain train [--recipe NAME] [options]"),
+        (["train", "--epochs", "3", "-h"], "usage: eigengrain train [FOLDER] [--recipe NAME] [options]"),
         (["predict", "--help"], "usage: eigengrain predict [IMAGES ...] --checkpoint PATH [options]"),
     ],
 )

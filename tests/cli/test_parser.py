@@ -1,11 +1,14 @@
 """Words and files become the config of a command."""
 
+from pathlib import Path
+
 import pytest
 
 from eigengrain.cli import main as cli
 from eigengrain.cli.parser import UsageError
 from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.recipes import load_recipe
+from eigengrain.training.config import from_mapping
 
 
 def test_options_come_from_the_dataclass(command):
@@ -41,7 +44,7 @@ def test_options_of_the_command_line_override_those_of_files(command, tmp_path):
         (["--quiet=yes"], ArgumentError, {"argument": "quiet"}),
         (["--config"], ArgumentError, {"argument": "config"}),
         (["--config="], ArgumentError, {"argument": "config"}),
-        (["--config", "missing.yaml"], FileError, {"problem": "no such file"}),
+        (["--config", "missing.yaml"], FileError, {"path": Path("missing.yaml")}),
     ],
 )
 def test_mistakes(command, words, kind, facts):
@@ -50,6 +53,28 @@ def test_mistakes(command, words, kind, facts):
     assert {name: getattr(error.value, name) for name in facts} == facts
     assert cli.main(["try", *words]) == 2
     assert command.calls == []
+
+
+@pytest.mark.parametrize(
+    ("name", "suggestions"),
+    [
+        ("lr", ["optimiser.lr"]),
+        ("img_size", ["data.transforms.img_size", "model.img_size"]),
+        ("weight_dacay", ["optimiser.weight_decay"]),
+        ("model.lr", ["optimiser.lr"]),
+        ("optimizer.lr", ["optimiser.lr"]),
+        ("batch-size", ["batch_size"]),
+        ("xyzzy", []),
+    ],
+)
+def test_suggestions_are_by_the_last_part_of_a_name(name, suggestions, tmp_path):
+    with pytest.raises(UsageError) as error:
+        cli.parse(["train", f"--{name}", "1"])
+    assert error.value.suggestions == tuple(f"--{each}" for each in suggestions)
+    if "." not in name:
+        with pytest.raises(UnknownName) as unknown:
+            from_mapping({name: 1})
+        assert unknown.value.suggestions == suggestions
 
 
 def test_messages_name_options_and_the_help(command, one_line):
@@ -243,3 +268,13 @@ def test_a_file_of_options_can_name_its_recipe(tmp_path):
         cli.parse(["train", "--config", str(file)])
     with pytest.raises(FileError):
         cli.parse(["train", "--config", str(tmp_path)])
+
+
+def test_the_folder_of_a_training_needs_no_option(tmp_path):
+    folder = str(tmp_path)
+    data = cli.parse(["train", folder, "--recipe", "birds-resnet50-modern"]).config.data  # the recipe is for cub
+    assert (data.name, data.root) == ("folder", folder)
+    assert cli.parse(["train", "--data.name", "cub", folder]).config.data.name == "cub"
+    with pytest.raises(UsageError) as error:
+        cli.parse(["train", folder, "--data.root", folder])
+    assert error.value.word == folder

@@ -1,5 +1,7 @@
 """eigengrain predict: preprocessing, names and probabilities against a separate calculation, and the mistakes of users."""
 
+import codecs
+import copy
 import csv
 import json
 import multiprocessing
@@ -20,10 +22,12 @@ from PIL import Image
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.cli import predict as module
 from eigengrain.cli.main import main
-from eigengrain.cli.predict import Predict, find_images, open_classifier, run
+from eigengrain.cli.predict import Predict, Prediction, find_images, open_classifier, run, write_predictions
 from eigengrain.data import decode
 from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.models import create_model, save_pretrained
+from eigengrain.models.calibration import encode_subspace, familiarity
+from eigengrain.training import TrainedModel, open_run
 
 CLASSES = ["sparrow", "wren", "Zaunkönig", "=SUM(A1)"]
 SIZE = 40
@@ -83,7 +87,7 @@ def rows(path="predictions.csv"):
         return list(csv.DictReader(file))
 
 
-def reference(model, image):
+def reference(model, image, temperature=1):
     """Probabilities of one RGB image, prepared step by step: resize, crop the centre, scale, normalise."""
     short = int(SIZE / 0.8)
     width, height = image.size
@@ -94,7 +98,7 @@ def reference(model, image):
     pixels = (pixels - [0.1, 0.2, 0.3]) / [0.5, 0.6, 0.7]
     x = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
     with torch.no_grad():
-        return model(x)[0].double().softmax(0).tolist()
+        return (model(x)[0].double() / temperature).softmax(0).tolist()
 
 
 def test_classes_and_probabilities_are_those_of_a_separate_calculation(model, checkpoint, photos):
@@ -111,7 +115,7 @@ def test_classes_and_probabilities_are_those_of_a_separate_calculation(model, ch
         assert row["problem"] == ""
         answers.add(row["probability_1"])
     assert list(table[0]) == [
-        *("path", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3", "problem")
+        *("path", "answer", "class_1", "probability_1", "class_2", "probability_2", "class_3", "probability_3", "problem")
     ]
     assert len(answers) == 3  # the images are distinguished
 
@@ -447,3 +451,101 @@ def test_files_that_cannot_be_written_and_devices_that_do_not_exist(checkpoint, 
     with pytest.raises(ArgumentError) as error:
         run(Predict(["photos"], checkpoint, device="gpu"))
     assert error.value.argument == "device"
+
+
+@pytest.mark.parametrize("name", ["a.jpg", "Zaunkönig.jpg"])
+def test_the_table_always_has_a_byte_order_mark(tmp_path, name):
+    """Spreadsheets need it; readers that expect it only sometimes would fail."""
+    write_predictions(tmp_path / "predictions.csv", [Prediction(name, [("wren", 0.5)])], 1)
+    content = (tmp_path / "predictions.csv").read_bytes()
+    assert content.startswith(codecs.BOM_UTF8)
+    assert name in content.decode("utf-8-sig")
+
+
+# --- doubts ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def calibrated(model, photos, tmp_path):
+    """The folder of a model with a temperature of 2 for which all photos but 'b.png' are familiar."""
+    own = copy.deepcopy(model)
+    prepare = TrainedModel(own).images([]).transform
+    images = torch.stack([prepare(Image.open(photos / name)) for name in ("a.png", "b.png", "deep/er/c.png")])
+    with torch.inference_mode():
+        means = own.forward_features(images).mean((2, 3))
+    subspace = torch.cat([means[[0]], torch.nn.functional.normalize(means[[2]] - means[[0]])])
+    values = familiarity(means[..., None, None], subspace)
+    torch.testing.assert_close(values[[0, 2]], torch.ones(2))
+    own.calibration = {"temperature": 2.0, "familiarity_threshold": float(1 + values[1]) / 2, "accepted": 0.95}
+    own.calibration |= {"subspace": encode_subspace(subspace), "familiarities": [-9.0] * 50 + [2.0] * 50}
+    save_pretrained(own, tmp_path / "calibrated", class_names=CLASSES)
+    return str(tmp_path / "calibrated")
+
+
+def test_unfamiliar_images_are_none_of_these(model, calibrated):
+    assert run(Predict(["photos"], calibrated, topk=2)) == 0
+    first, second, third = rows()
+    assert (first["answer"], second["answer"], third["answer"]) == (first["class_1"], "none of these", third["class_1"])
+    for row in (first, second, third):  # with the temperature
+        expected = max(reference(model, Image.open(row["path"]).convert("RGB"), temperature=2))
+        assert float(row["probability_1"]) == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.parametrize(("accept", "rejected"), [(1.0, 0), (0.99, 0), (0.1, 3), (0.95, 1)])
+def test_accept_chooses_the_share_of_familiar_images(calibrated, accept, rejected):
+    assert run(Predict(["photos"], calibrated, accept=accept)) == 0
+    assert sum(row["answer"] == "none of these" for row in rows()) == rejected
+
+
+def test_a_model_without_calibration_has_no_threshold(checkpoint, photos):
+    with pytest.raises(ArgumentError) as error:
+        run(Predict(["photos"], checkpoint, accept=0.9))
+    assert error.value.argument == "accept"
+
+
+def test_improbable_answers_are_unsure(checkpoint, photos, capsys):
+    run(Predict(["photos"], checkpoint))
+    shares = sorted(float(row["probability_1"]) for row in rows())
+    limit = (shares[0] + shares[-1]) / 2
+    capsys.readouterr()
+    assert main(["predict", "photos", "--checkpoint", checkpoint, "--min_probability", str(limit), "--quiet"]) == 0
+    lines = dict(line.split("\t") for line in capsys.readouterr().out.splitlines())
+    for row in rows():
+        unsure = float(row["probability_1"]) < limit
+        assert (row["answer"] == "unsure") == unsure == (lines[row["path"]] == "unsure")
+        assert row["class_1"] != "unsure"
+    assert 0 < sum(answer == "unsure" for answer in lines.values()) < len(lines)
+
+
+def test_flip_averages_the_image_and_its_mirror_image(model, checkpoint, photos):
+    run(Predict(["photos/a.png"], checkpoint, flip=True))
+    [row] = rows()
+    image = Image.open("photos/a.png").convert("RGB")
+    views = [reference(model, image), reference(model, image.transpose(Image.Transpose.FLIP_LEFT_RIGHT))]
+    expected = [(a + b) / 2 for a, b in zip(*views, strict=True)]
+    assert float(row["probability_1"]) == pytest.approx(max(expected), abs=2e-5)
+    assert max(expected) != pytest.approx(max(views[0]), abs=1e-4)
+
+
+def test_an_onnx_file_gives_the_answers_of_predict(calibrated, tmp_path):
+    onnxruntime = pytest.importorskip("onnxruntime")
+    assert main(["export", calibrated, "--out", str(tmp_path / "model.onnx")]) == 0
+    assert run(Predict(["photos"], calibrated, topk=4)) == 0
+    session = onnxruntime.InferenceSession(tmp_path / "model.onnx", providers=["CPUExecutionProvider"])
+    values, prepare = session.get_modelmeta().custom_metadata_map, open_run(calibrated).images([]).transform
+    assert float(values["temperature"]) == 2
+    for row in rows():
+        image = prepare(Image.open(row["path"]).convert("RGB"))[None].numpy()
+        logits, p, familiar = session.run(["logits", "probabilities", "familiarity"], {"image": image})
+        order = p[0].argsort()[::-1]
+        assert [row[f"class_{k + 1}"].removeprefix("'") for k in range(4)] == [CLASSES[i] for i in order]
+        assert [float(row[f"probability_{k + 1}"]) for k in range(4)] == pytest.approx(p[0][order].tolist(), abs=2e-5)
+        assert (row["answer"] == "none of these") == (familiar[0] < float(values["familiarity_threshold"]))
+        torch.testing.assert_close(torch.tensor(logits / 2).softmax(-1), torch.tensor(p), atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("options", [{"accept": 0.0}, {"accept": 1.1}, {"min_probability": 1.0}, {"min_probability": -0.1}])
+def test_shares_out_of_range(options):
+    with pytest.raises(ArgumentError) as error:
+        Predict(["x"], "y", **options)
+    assert error.value.argument in options

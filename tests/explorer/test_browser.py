@@ -93,29 +93,38 @@ def test_choose_split_download_and_upload(visit, session, tmp_path):
     page.wait_for_timeout(700)
     page.locator("#gallery button.thumbnail-item, #gallery .thumbnail-lg").nth(2).click()
     visit.wait_for_word("image", "example-7")
-    playwright.expect(page.locator("#picture")).to_contain_text("plumage test 7", timeout=PATIENCE)
+    playwright.expect(page.locator("#answer")).to_contain_text("plumage test 7", timeout=PATIENCE)
 
     # the split
     visit.move_split(20)
     visit.wait_for_word("split", "20")
     playwright.expect(page.locator("#spectrum")).to_contain_text("large: 20", timeout=PATIENCE)
-    playwright.expect(page.locator("#answers .card.large")).to_contain_text("top:20", timeout=PATIENCE)
+    playwright.expect(page.locator("#parts .card.large")).to_contain_text("top:20", timeout=PATIENCE)
     playwright.expect(page.locator("#maps .head.small")).to_contain_text("last:44", timeout=PATIENCE)
     shown = session.predict(session.analyse("example-7"), 20)[1]
     share = f"{100 * float(shown.probabilities.max()):.1f} %"
-    playwright.expect(page.locator("#answers .card.large")).to_contain_text(share)
+    playwright.expect(page.locator("#parts .card.large")).to_contain_text(share)
 
-    # the rules
-    page.locator("#rules").get_by_text("guided").click()
-    visit.wait_for_word("rules", "vanilla,deconv,guided")
-    playwright.expect(page.locator("#maps .rule")).to_have_count(3, timeout=PATIENCE)
-    assert page.locator("#maps figure img").count() == 9
+    # the kinds of maps
+    page.locator("#kinds").get_by_text("guided").click()
+    visit.wait_for_word("maps", "smooth,guided")
+    playwright.expect(page.locator("#maps .rule")).to_have_count(2, timeout=PATIENCE)
+    assert page.locator("#maps figure img").count() == 6
+
+    # a map is enlarged by a click, and closed by another one
+    page.locator("#maps .zoom").first.click()
+    shown = page.locator("#zoom img")
+    playwright.expect(shown).to_be_visible()
+    assert shown.get_attribute("src") == page.locator("#maps img").first.get_attribute("src")
+    assert shown.bounding_box()["width"] > 2 * page.locator("#maps img").first.bounding_box()["width"]
+    shown.click()
+    playwright.expect(shown).to_be_hidden()
 
     # a custom subset
     page.locator("#custom textarea, #custom input").fill("top:1+last:12")
     page.locator("#custom textarea, #custom input").press("Enter")
-    playwright.expect(page.locator("#answers .card.custom")).to_contain_text("13 of 64", timeout=PATIENCE)
-    playwright.expect(page.locator("#maps figure img")).to_have_count(12, timeout=PATIENCE)
+    playwright.expect(page.locator("#parts .card.custom")).to_contain_text("13 of 64", timeout=PATIENCE)
+    playwright.expect(page.locator("#maps figure img")).to_have_count(8, timeout=PATIENCE)
 
     # downloads
     with page.expect_download(timeout=PATIENCE) as download:
@@ -132,7 +141,7 @@ def test_choose_split_download_and_upload(visit, session, tmp_path):
     # an upload
     session.images.image(3).save(tmp_path / "mine.png")
     visit.upload(tmp_path / "mine.png")
-    playwright.expect(page.locator("#picture")).to_contain_text("uploaded: mine.png", timeout=PATIENCE)
+    playwright.expect(page.locator("#answer")).to_contain_text("uploaded: mine.png", timeout=PATIENCE)
     page.wait_for_function("location.search.includes('upload-')", timeout=PATIENCE)
 
     outside = [url for url in visit.requests if not url.startswith((visit.url, "data:", "blob:"))]
@@ -141,16 +150,17 @@ def test_choose_split_download_and_upload(visit, session, tmp_path):
 
 
 def test_the_address_restores_the_view(visit):
-    query = "?model=plain&image=example-5&split=33&rules=guided&custom=top:2&target=2&cut=projector&scale=each"
+    query = "?model=plain&image=example-5&split=33&maps=guided&custom=top:2&target=2&cut=projector&scale=each&other=seb"
     visit.open(query)
     page = visit.page
-    playwright.expect(page.locator("#picture")).to_contain_text("plumage test 5", timeout=PATIENCE)
+    playwright.expect(page.locator("#answer")).to_contain_text("plumage test 5", timeout=PATIENCE)
     playwright.expect(page.locator("#spectrum")).to_contain_text("large: 33", timeout=PATIENCE)
-    playwright.expect(page.locator("#maps .rule")).to_have_text(["guided"], timeout=PATIENCE)
+    playwright.expect(page.locator("#maps .rule")).to_have_text(["pixels, guided"], timeout=PATIENCE)
     assert page.locator("#split input[type=number]").input_value() == "33"
     assert page.locator("#model input").input_value() == "plain"
     assert page.locator("#cut input:checked").input_value() == "projector"
-    playwright.expect(page.locator("#answers .card.custom")).to_contain_text("top:2", timeout=PATIENCE)
+    assert page.locator("#answer section").evaluate_all("all => all.map(each => each.dataset.model)") == ["plain", "seb"]
+    playwright.expect(page.locator("#parts .card.custom")).to_contain_text("top:2", timeout=PATIENCE)
     assert {name: visit.words()[name] for name in ("model", "image", "split", "target", "scale")} == {
         "model": "plain",
         "image": "example-5",
@@ -176,6 +186,8 @@ def test_closing_the_list_of_models_without_a_choice_changes_nothing(visit, sess
     page.get_by_role("option", name="plain").click()
     visit.wait_for_word("model", "plain")
     playwright.expect(page.locator("#class input")).to_have_value(session.classes[2], timeout=PATIENCE)
+    playwright.expect(page.locator("#custom textarea, #custom input")).to_have_value("top:60", timeout=PATIENCE)
+    playwright.expect(page.locator("#parts .card.custom")).to_contain_text("top:60", timeout=PATIENCE)
 
 
 def test_the_page_by_keyboard(visit):
@@ -185,14 +197,14 @@ def test_the_page_by_keyboard(visit):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.ariaLabel") == "Model"
     playwright.expect(lists.filter(visible=True)).to_have_count(1)
-    for _ in range(2):  # past the dropdown of classes, to the examples
+    for _ in range(3):  # past the dropdowns of the other model and of classes, to the examples
         page.keyboard.press("Tab")
         page.wait_for_timeout(400)
     assert page.evaluate("document.activeElement.closest('#gallery') !== null")
     playwright.expect(lists.filter(visible=True)).to_have_count(0)
     # the focus is visible
     unmarked = []
-    for _ in range(18):
+    for _ in range(60):
         page.keyboard.press("Tab")
         kind, outline = page.evaluate(
             "(() => { const at = document.activeElement; return [at.type, getComputedStyle(at).outlineStyle]; })()"
@@ -212,7 +224,7 @@ def test_a_split_out_of_range_becomes_the_nearest_one(visit):
         visit.move_split(typed)
         visit.wait_for_word("split", kept)
         playwright.expect(visit.page.locator("#split input[type=number]")).to_have_value(kept, timeout=PATIENCE)
-        playwright.expect(visit.page.locator("#answers .card.large")).to_contain_text(f"top:{kept},", timeout=PATIENCE)
+        playwright.expect(visit.page.locator("#parts .card.large")).to_contain_text(f"top:{kept},", timeout=PATIENCE)
     assert visit.page.locator("[data-testid=toast-body]").count() == 0
     # there is no reset button, which would move the box without an event
     assert visit.page.locator("#split button").count() == 0
@@ -227,6 +239,30 @@ def test_the_page_is_centred_in_a_wide_window(visit):
     )
     assert left == pytest.approx(right, abs=1)
     assert left > 300
+
+
+def test_mistakes_are_opened_by_a_click(visit, session):
+    visit.open()
+    page = visit.page
+    playwright.expect(page.locator("#searched")).to_contain_text("all 9 examples", timeout=PATIENCE)
+    mistake = session.mistakes[1]
+    tile = page.locator("#mistakes .thumbnail-item").nth(1)
+    playwright.expect(tile).to_contain_text(session.classes[mistake.predicted])
+    tile.click()
+    visit.wait_for_word("image", f"example-{mistake.number}")
+    playwright.expect(page.locator("#answer .wrong")).to_be_visible(timeout=PATIENCE)
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_phone_shows_the_answer_first_and_the_settings_last(visit, theme):
+    page = visit.page
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.emulate_media(color_scheme=theme)
+    visit.open("?other=plain")
+    tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("answer", "choose", "work", "settings")]
+    assert tops == sorted(tops)
+    assert page.evaluate("document.documentElement.scrollWidth") == 390
+    assert page.evaluate("document.body.classList.contains('dark')") is (theme == "dark")
 
 
 def test_a_perturbation_is_started_and_stopped(visit):
@@ -251,29 +287,27 @@ def test_a_perturbation_is_started_and_stopped(visit):
 
 def test_hostile_uploads_get_a_message(visit, hostile_files):
     visit.open()
-    before = visit.page.locator("#picture").inner_text()
+    before = visit.page.locator("#answer").inner_text()
     messages = visit.page.locator("[data-testid=toast-body]")
     for split, file in enumerate(hostile_files.values(), start=9):
         visit.upload(file)
         playwright.expect(messages.first).to_be_visible(timeout=PATIENCE)
         visit.page.locator("[data-testid=toast-close]").first.click()
         playwright.expect(messages).to_have_count(0, timeout=PATIENCE)
-        assert visit.page.locator("#picture").inner_text() == before
+        assert visit.page.locator("#answer").inner_text() == before
         # the page still works, and another file can be uploaded
         visit.move_split(split)
-        playwright.expect(visit.page.locator("#answers .card.large")).to_contain_text(f"top:{split},", timeout=PATIENCE)
+        playwright.expect(visit.page.locator("#parts .card.large")).to_contain_text(f"top:{split},", timeout=PATIENCE)
         playwright.expect(visit.page.locator("#upload input[type=file]")).to_be_attached(timeout=PATIENCE)
     assert visit.page.title() == "What large and small eigenvalues see"
 
 
 def test_the_last_of_several_quick_moves_is_shown(visit):
-    visit.open()
+    visit.open("?split=52")
     slider = visit.page.locator("#split input[type=range]")
     slider.focus()
     for _ in range(8):  # faster than the answers
         slider.press("ArrowLeft")
     visit.wait_for_word("split", "44")
-    playwright.expect(visit.page.locator("#answers .card.large")).to_have_attribute(
-        "data-subset", "top:44", timeout=PATIENCE
-    )
+    playwright.expect(visit.page.locator("#parts .card.large")).to_have_attribute("data-subset", "top:44", timeout=PATIENCE)
     playwright.expect(visit.page.locator("#maps .head.large small")).to_have_text("top:44", timeout=PATIENCE)

@@ -74,8 +74,8 @@ def test_other_requests_are_answered_meanwhile(session, analysis):
     updates = run.updates(0.05)
     next(updates)
     before = run.progress().step
-    session.explain(analysis, 33, ["deconv"])
-    fresh = session.explain(analysis, 33, ["vanilla"])
+    session.explain(analysis, ["top:33"], ["deconv"])
+    fresh = session.explain(analysis, ["all"], ["vanilla"])
     assert fresh.maps["vanilla"]["all"].any()
     while run.progress().step < before + 2:
         next(updates)

@@ -57,15 +57,15 @@ def test_the_loss_curve():
 def test_names_are_escaped(session):
     evil = Session("evil", session.model, session.images)
     evil.classes = ["<script>alert(1)</script>", '" onload="x', "c"]
-    evil.own_subset = "<script>alert(2)</script>"
     analysis = evil.upload(session.images.image(0), "<img src=x onerror=alert(1)>.png")
     predictions = evil.predict(analysis, 5)
     failed = Progress(1, 2, [1.0], analysis.pixels, State.FAILED, "<script>")
     fragments = (
-        render.picture(evil, analysis),
+        render.answers([(evil, analysis)]),
+        render.mistakes(evil),
         render.predictions(evil, analysis, predictions),
         render.spectrum(evil, analysis, 5, predictions),
-        render.maps(evil.explain(analysis, 5, ["vanilla"]), evil.subsets(5)),
+        render.maps(evil.explain(analysis, list(evil.subsets(5).values())), evil.subsets(5)),
         render.perturbation(analysis, failed, "small"),
     )
     for fragment in fragments:
@@ -86,11 +86,32 @@ def test_the_numbers_of_the_predictions(session):
     assert parse(render.numbers(facts, 64, 52)).find(".//b").text == f"{facts.s:.4g}"
 
 
+def test_the_answer_comes_with_its_doubt_and_beside_that_of_another_model(session, plain_session, monkeypatch):
+    analysis = session.analyse("example-1")
+    prediction, _ = session.answer(analysis)
+    for doubt in ("", "unsure", "none of these"):
+        monkeypatch.setattr(session, "answer", lambda _, doubt=doubt: (prediction, doubt))
+        root = parse(render.answers([(session, analysis), (plain_session, plain_session.analyse("example-1"))]))
+        first = "".join(next(root.iter("h2")).itertext())
+        assert [node.get("data-model") for node in root.iter("section")] == ["seb", "plain"]
+        assert first.lower().startswith(doubt or session.classes[prediction.predicted])
+    assert len(list(root.iter("img"))) == 4
+
+
+def test_the_numbers_have_tooltips(session):
+    root = parse(render.numbers(spectrum_facts(session.analyse("example-1").eigenvalues, 40), 64, 40))
+    tiles = [node for node in root.iter("div") if node.get("class") == "tile"]
+    assert [tile.find("span").text for tile in tiles[:3]] == ["s", "κ", "effective rank"]
+    assert all(tile.get("tabindex") == "0" and tile.find("p").get("role") == "tooltip" for tile in tiles)
+    assert len(tiles) == 5
+
+
 @pytest.mark.parametrize("scale", ["row", "each"])
 def test_one_picture_per_rule_and_subset(session, scale):
-    explained = session.explain(session.analyse("example-1"), 52, ["vanilla", "deconv", "guided"], "top:1+last:3")
-    root = parse(render.maps(explained, session.subsets(52, "top:1+last:3"), scale))
-    assert len(list(root.iter("img"))) == 12
+    roles = session.subsets(52, "top:1+last:3")
+    explained = session.explain(session.analyse("example-1"), list(roles.values()), ["smooth", "vanilla", "guided"])
+    root = parse(render.maps(explained, roles, scale))
+    assert len(list(root.iter("img"))) == len([node for node in root.iter("button") if node.get("class") == "zoom"]) == 12
 
 
 def test_the_progress_of_a_perturbation(session):
@@ -131,7 +152,7 @@ def test_the_table_contains_no_formula(session):
 
 
 def test_the_panel_is_a_png(session):
-    explained = session.explain(session.analyse("example-1"), 52, ["vanilla"])
+    explained = session.explain(session.analyse("example-1"), ["all", "top:52"], ["smooth", "vanilla"])
     image = Image.open(io.BytesIO(render.panel_png(explained)))
     assert image.format == "PNG"
     assert image.width > 600

@@ -16,7 +16,7 @@ from eigengrain.explorer.limits import MAX_BYTES
 from eigengrain.explorer.server import Server
 from explorer.hostile import UPLOADS
 
-CHOSEN = ["seb", "example-1", 40, ["vanilla"], "", "predicted", "exact", "row"]
+CHOSEN = ["seb", "example-1", 40, ["smooth"], "", "predicted", "exact", "row", ""]
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_files_of_the_machine_are_not_served(http, path):
 @pytest.mark.parametrize("path", ["/etc/passwd", __file__])
 def test_a_path_from_the_browser_is_not_opened(server, path):
     with pytest.raises(RuntimeError):
-        send(server, ("upload", ["seb", as_file(path)]))
+        send(server, ("upload", ["seb", as_file(path), ""]))
     assert Path(path).exists()
     assert alive(server)
 
@@ -93,7 +93,7 @@ def test_an_address_from_the_browser_is_not_fetched(server):
     threading.Thread(target=trap.serve_forever, daemon=True).start()
     try:
         with pytest.raises(RuntimeError):
-            send(server, ("upload", ["seb", as_file(f"http://127.0.0.1:{trap.server_port}/a.png")]))
+            send(server, ("upload", ["seb", as_file(f"http://127.0.0.1:{trap.server_port}/a.png"), ""]))
     finally:
         trap.shutdown()
         trap.server_close()
@@ -104,7 +104,7 @@ def test_an_address_from_the_browser_is_not_fetched(server):
 def test_hostile_uploads_are_refused_and_deleted(server, http, hostile_files, name):
     stored = put(http, name, hostile_files[name].read_bytes())
     with pytest.raises(RuntimeError):
-        send(server, ("upload", ["seb", as_file(stored)]))
+        send(server, ("upload", ["seb", as_file(stored), ""]))
     assert not Path(stored).exists()
     assert alive(server)
 
@@ -113,7 +113,7 @@ def test_a_valid_upload_is_analysed_and_its_file_deleted(server, http, session, 
     session.images.image(2).save(tmp_path / "bird.png")
     stored = put(http, "bird.png", (tmp_path / "bird.png").read_bytes())
     assert Path(stored).is_file()
-    (answer,) = send(server, ("upload", ["seb", as_file(stored)]))
+    (answer,) = send(server, ("upload", ["seb", as_file(stored), ""]))
     assert answer[0].startswith("upload-")
     assert not Path(stored).exists()
     (answer,) = send(server, ("split_glance", ["seb", answer[0], *CHOSEN[2:]]))
@@ -124,7 +124,7 @@ def test_two_visitors_can_upload_the_same_file_at_once(server, http, session, tm
     session.images.image(1).save(tmp_path / "bird.png")
     first, second = (put(http, "bird.png", (tmp_path / "bird.png").read_bytes()) for _ in range(2))
     assert first == second  # one file on the disk
-    (one,), (other,) = (send(server, ("upload", ["seb", as_file(path)])) for path in (first, second))
+    (one,), (other,) = (send(server, ("upload", ["seb", as_file(path), ""])) for path in (first, second))
     assert one[0] != other[0]
     assert session.analyse(one[0]).pixels.equal(session.analyse(other[0]).pixels)
     assert not Path(first).exists()
@@ -141,7 +141,7 @@ def test_files_that_are_too_large_are_refused(http):
         ["no such model", *CHOSEN[1:]],
         ["seb", "/etc/passwd", *CHOSEN[2:]],
         ["seb", None, *CHOSEN[2:]],
-        ["seb", "example-1", 40, ["vanilla"], "top:1000", "predicted", "exact", "row"],
+        [*CHOSEN[:4], "top:1000", *CHOSEN[5:]],
         [{"a": 1}, *CHOSEN[1:]],
     ],
 )

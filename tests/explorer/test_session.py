@@ -3,6 +3,7 @@
 import math
 import threading
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,8 +16,9 @@ from eigengrain.explorer import limits
 from eigengrain.explorer import session as session_module
 from eigengrain.explorer.limits import BusyError
 from eigengrain.explorer.page import Page
-from eigengrain.explorer.session import Session, spectrum_facts
+from eigengrain.explorer.session import Prediction, Session, spectrum_facts
 from eigengrain.explorer.view import View
+from eigengrain.models.calibration import encode_subspace
 from explorer.small_model import bird_model, bird_session
 
 
@@ -70,7 +72,8 @@ def test_the_profile_equals_the_predictions_of_its_splits(session, analysis):
 
 @pytest.mark.parametrize("target", [None, 2])
 def test_maps_are_gradients_of_the_score(session, analysis, target):
-    explained = session.explain(analysis, 40, ["vanilla", "guided"], "top:2", target)
+    subsets = ["all", "top:40", "last:24", "top:2"]
+    explained = session.explain(analysis, subsets, ["vanilla", "guided"], target)
     number = target if target is not None else int(plain_scores(session.model, analysis.inputs, "all").argmax())
     assert explained.target == session.classes[number]
     assert list(explained.maps) == ["vanilla", "guided"]
@@ -79,7 +82,96 @@ def test_maps_are_gradients_of_the_score(session, analysis, target):
         with session.head.keeping(subset):
             (gradient,) = torch.autograd.grad(session.model(image)[0, number], image)
         torch.testing.assert_close(map, gradient[0].abs().amax(0), rtol=2e-3, atol=2e-3 * float(map.max()))
-    assert session.explain(analysis, 40, ["vanilla", "guided"], "top:2", target) is explained  # cached
+    assert session.explain(analysis, subsets, ["vanilla", "guided"], target) is explained  # cached
+
+
+def test_smooth_maps_are_features_times_gradient(session, analysis):
+    maps = session.explain(analysis, ["all", "last:30"]).maps["smooth"]
+    for subset, map in maps.items():
+        reduced = analysis.reduced.clone().requires_grad_()
+        with session.head.keeping(subset):
+            score = session.model.forward_vector(session.head.pool(reduced))[0, analysis.predicted]
+        (gradient,) = torch.autograd.grad(score, reduced)
+        small = (analysis.reduced * gradient).sum(1, keepdim=True).clamp_min(0)
+        expected = torch.nn.functional.interpolate(small, map.shape, mode="bilinear")[0, 0]
+        torch.testing.assert_close(map, expected, rtol=1e-3, atol=1e-3 * float(expected.max()))
+
+
+@pytest.fixture
+def calibrated(birds):
+    """A session on a model with a temperature, to which one of its examples is not familiar."""
+    model = bird_model()
+    with torch.no_grad():
+        means = model.forward_features(bird_session("raw", model, birds).analyse("example-4").inputs).mean((-2, -1))
+    subspace = torch.stack([means[0], torch.zeros_like(means[0])])
+    model.calibration = {"temperature": 0.01, "familiarity_threshold": 0.999, "subspace": encode_subspace(subspace)}
+    return bird_session("calibrated", model, birds)
+
+
+def test_answers_use_the_temperature_and_the_threshold_of_the_model(calibrated, session):
+    answers = {key: calibrated.answer(calibrated.analyse(key)) for key in ("example-4", "example-0")}
+    for key, (prediction, _) in answers.items():
+        scores = plain_scores(session.model, session.analyse(key).inputs, "all")
+        torch.testing.assert_close(prediction.probabilities, (scores / 0.01).softmax(0), rtol=1e-3, atol=1e-6)
+        assert calibrated.predict(calibrated.analyse(key), 20)[0].probabilities.equal(prediction.probabilities)
+    assert [doubt for _, doubt in answers.values()] == ["", "none of these"]
+
+
+def test_unsure_below_the_required_probability(session, calibrated):
+    assert session.answer(session.analyse("example-1"))[1] == "unsure"  # near 1/3 for each of three classes
+    strict = Session("strict", calibrated.model, session.images, min_probability=0.999999)
+    assert strict.answer(strict.analyse("example-4"))[1] == "unsure"
+
+
+@pytest.mark.parametrize(
+    ("classes", "highest", "above_zero", "opinion"),
+    [
+        (2, 0.64, 5, False),
+        (2, 0.66, 5, True),
+        (10, 0.19, 5, False),
+        (10, 0.21, 5, True),
+        (200, 0.011, 5, True),
+        (10, 0.9, 0, False),
+    ],
+)
+def test_no_opinion_near_chance_or_without_eigenvalues(classes, highest, above_zero, opinion):
+    rest = (1 - highest) / (classes - 1)
+    probabilities = torch.tensor([highest, *[rest] * (classes - 1)])
+    assert Prediction("small", "last:5", 5, above_zero, probabilities).has_opinion is opinion
+
+
+def test_the_first_cut_is_at_four_fifths_of_the_rank(session):
+    analysis = session.analyse("example-0")
+    for rank, split in ((64, 52), (57, 46), (2, 1), (1, 1), (0, 1)):
+        values = torch.arange(64, 0, -1).double() * (torch.arange(64) < rank)
+        assert session.default_split(replace(analysis, eigenvalues=values)) == split
+
+
+def test_mistakes_are_the_examples_that_the_model_gets_wrong(session):
+    fresh = Session("fresh", session.model, session.images)
+    for _ in fresh.find_mistakes(2, seconds=60):
+        assert len(fresh.mistakes) <= 2
+    assert fresh.searched < len(fresh.images)
+    list(fresh.find_mistakes(100, seconds=60))
+    assert fresh.searched == len(fresh.images)
+    wrong = {}
+    for number in range(len(fresh.images)):
+        analysis = session.analyse(f"example-{number}")
+        if analysis.predicted != analysis.label:
+            wrong[number] = (analysis.label, analysis.predicted)
+    assert {mistake.number: mistake[1:] for mistake in fresh.mistakes} == wrong
+    unlabelled = Session("other classes", session.model, session.images, labelled=False)
+    assert list(unlabelled.find_mistakes(2, seconds=60)) == unlabelled.mistakes == []
+
+
+def test_another_model_analyses_the_same_image(session, birds):
+    other = bird_session("other", bird_model("mpncov", seed=1), birds.subset([8, 4]))
+    other.classes = [other.classes[number] for number in (2, 0, 1)]
+    analysis = other.analyse_of(session, "example-4")
+    assert analysis.pixels.equal(session.analyse("example-4").pixels)
+    assert other.classes[analysis.label] == session.classes[session.analyse("example-4").label]
+    assert other.analyse_of(session, "example-4") is analysis
+    assert other.analyse_of(other, "example-1").pixels.equal(analysis.pixels)
 
 
 def test_facts_against_numpy():
@@ -208,7 +300,7 @@ def test_threads_do_not_disturb_each_other(session, monkeypatch):
 
     def explain(split: int) -> None:
         analysis = fresh.analyse(f"example-{split % 3}")
-        results[split] = fresh.explain(analysis, split, ["vanilla"]).maps["vanilla"][f"last:{64 - split}"]
+        results[split] = fresh.explain(analysis, [f"last:{64 - split}"], ["vanilla"]).maps["vanilla"][f"last:{64 - split}"]
 
     threads = [threading.Thread(target=explain, args=(split,)) for split in range(20, 26)]
     for thread in threads:
@@ -217,7 +309,7 @@ def test_threads_do_not_disturb_each_other(session, monkeypatch):
         thread.join()
     assert len(results) == 6
     for split, map in results.items():
-        expected = alone.explain(alone.analyse(f"example-{split % 3}"), split, ["vanilla"])
+        expected = alone.explain(alone.analyse(f"example-{split % 3}"), [f"last:{64 - split}"], ["vanilla"])
         torch.testing.assert_close(map, expected.maps["vanilla"][f"last:{64 - split}"])
 
 
@@ -232,7 +324,7 @@ def test_a_registered_head_from_outside_the_package(foreign_head, birds):
     for prediction in session.predict(analysis, 10, "top:1+last:5"):
         scores = plain_scores(session.model, analysis.inputs, prediction.subset)
         torch.testing.assert_close(prediction.probabilities, scores.softmax(0), rtol=1e-4, atol=1e-6)
-    explained = session.explain(analysis, 10, ["vanilla", "guided"])
+    explained = session.explain(analysis, ["all", "top:10", "last:54"], ["smooth", "vanilla", "guided"])
     assert all(map.any() for maps in explained.maps.values() for map in maps.values())
     image = analysis.inputs.clone().requires_grad_()
     with session.head.keeping("top:10"):

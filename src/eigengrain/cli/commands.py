@@ -15,6 +15,8 @@ from eigengrain.cli.explore import Explore
 from eigengrain.cli.export import Export
 from eigengrain.cli.listing import Heads, Models
 from eigengrain.cli.predict import Predict
+from eigengrain.cli.report import Report
+from eigengrain.cli.serve import Serve
 from eigengrain.training.config import Train
 
 PROGRAM = "eigengrain"
@@ -37,6 +39,8 @@ class Command:
     config: type[Any]
     run: str | Callable[[Any], int | None] = ""  # a function, or module:function; by default "run" beside the config
     positional: dict[str, str] = field(default_factory=dict)  # options without a name: ? for one word, * for any number
+    implied: dict[str, Any] = field(default_factory=dict)  # other options that a positional one sets if they are not given
+    choose_recipe: str = ""  # module:function from the config to (recipe, reason), for a positional option without a recipe
     rewrite_words: Callable[[Sequence[str]], list[str]] = list  # applied to the words after the name
     aliases: dict[str, str] = field(default_factory=dict)  # Python argument to option, for errors
     usage: str = ""  # what the usage line shows besides the positional options
@@ -45,11 +49,14 @@ class Command:
 
     def function(self) -> Callable[[Any], int | None]:
         """Import the function that runs the command."""
-        if not isinstance(self.run, str):
-            return self.run
-        module, _, name = (self.run or f"{self.config.__module__}:run").partition(":")
-        function: Callable[[Any], int | None] = getattr(import_module(module), name)
-        return function
+        return load(self.run or f"{self.config.__module__}:run") if isinstance(self.run, str) else self.run
+
+
+def load(place: str) -> Callable[[Any], Any]:
+    """Import a function by module:function."""
+    module, _, name = place.partition(":")
+    function: Callable[[Any], Any] = getattr(import_module(module), name)
+    return function
 
 
 @dataclass(frozen=True)
@@ -73,10 +80,13 @@ COMMANDS = (
         "train a model, from a recipe or from options",
         Train,
         "eigengrain.cli.train:run",
+        positional={"data.root": "?"},
+        implied={"data.name": "folder"},
+        choose_recipe="eigengrain.cli.train:choose_recipe",
         usage="[--recipe NAME]",
         examples=(
+            "eigengrain train photos --out runs/mine",
             "eigengrain train --recipe birds-resnet50-paper --data.root /data --dry_run",
-            "eigengrain train --data.name folder --data.root photos --out runs/mine",
             "eigengrain train --config runs/mine/args.yaml --resume",
         ),
     ),
@@ -90,6 +100,18 @@ COMMANDS = (
             "eigengrain evaluate runs/mine",
             "eigengrain evaluate runs/mine --subset top:206 --subset top:1+last:50",
             "eigengrain evaluate models/birds --data cub --root /data --json",
+        ),
+    ),
+    Command(
+        "report",
+        "write a page about a training: accuracy, confusion matrix, worst mistakes, calibration, data problems",
+        Report,
+        positional={"checkpoint": "?"},
+        aliases=_DATA,
+        examples=(
+            "eigengrain report runs/mine",
+            "eigengrain report runs/mine --mistakes 40 --out mistakes.html",
+            "eigengrain report runs/mine --root /moved/photos --json",
         ),
     ),
     Command(
@@ -137,6 +159,17 @@ COMMANDS = (
             "eigengrain export runs/mine --out birds.onnx",
             "eigengrain export runs/mine --format pt2 --img_size 448",
             "eigengrain export my.pth --backbone resnet50 --head gap --num_classes 200",
+        ),
+    ),
+    Command(
+        "serve",
+        "answer HTTP requests with a trained model: post an image, get JSON back",
+        Serve,
+        positional={"checkpoint": "?"},
+        examples=(
+            "eigengrain serve runs/mine",
+            "eigengrain serve runs/mine --port 8080 --device cpu",
+            "eigengrain serve runs/mine --host 0.0.0.0 --password secret",
         ),
     ),
     Command(
@@ -198,7 +231,7 @@ COMMANDS = (
 
 #: the order of commands in 'eigengrain --help'
 SECTIONS = {
-    "train and use a model": ("train", "evaluate", "predict", "export"),
+    "train and use a model": ("train", "evaluate", "report", "predict", "serve", "export"),
     "see what eigenvalues see": ("explain", "explore"),
     "try it": ("demo",),
     "lists": ("models", "heads", "datasets"),

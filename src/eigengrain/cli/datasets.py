@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 from eigengrain import output
 from eigengrain.data.datasets.registry import Entry, check_names, find_entry, list_datasets, list_entries
 from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.names import SPLITS
 from eigengrain.options import check, setting
-from eigengrain.text import counted, few, printable
+from eigengrain.text import counted, printable
 
 if TYPE_CHECKING:
     from eigengrain.data import ImageSet
@@ -30,7 +31,7 @@ class Datasets:
 
     Args:
         action: list (names and layouts) or check (decode every image of a folder).
-        name: name of a data set, all by default; for a check, the name of a data set or a folder of any layout.
+        name: name of a data set, all by default; for a check, the name of a data set, a folder of any layout or a table.
         root: folder of the data set to check.
         options: options of the data set's reader, such as '{level: family}'; 'eigengrain datasets' lists them.
         split: images to check.
@@ -42,7 +43,7 @@ class Datasets:
     name: str | None = setting(None, offers=list_datasets)
     root: str | None = None
     options: dict[str, Any] = setting({})
-    split: Literal["all", "train", "test"] = "all"
+    split: Literal["all", "train", "val", "test"] = "all"
     workers: int = setting(4, least=0)
     out: str | None = None
 
@@ -103,11 +104,14 @@ def describe(entry: Entry) -> str:
 
 def run_check(config: Datasets) -> int:
     """``eigengrain datasets check FOLDER``, or ``NAME FOLDER`` with the options of the data set's reader."""
-    from eigengrain.data.check import Problem, find_problems
+    from eigengrain.data.check import Problem, describe_imbalance, find_problems
     from eigengrain.files import writable, write_csv
 
+    if config.root is None and str(config.name).lower().endswith((".csv", ".tsv")):  # a table of images
+        config = replace(config, name="folder", root=config.name)
     out = writable(config.out) if config.out is not None else None
     splits, empty, about = _open_folder(config) if config.root is None else _open_by_name(config)
+    about += filter(None, [describe_imbalance(splits[0])])
     problems = [*empty, *find_problems(splits, config.workers)]
     problems.sort(key=_is_harmless)
     if out is not None:
@@ -131,15 +135,17 @@ def _is_harmless(problem: "Problem") -> bool:
 
 
 def _open_by_name(config: Datasets) -> "_Opened":
-    from eigengrain.data import open_dataset
+    from eigengrain.data import open_splits
 
     if config.name not in list_datasets() and config.root in list_datasets():
         words = f"eigengrain datasets check {config.root} {config.name}"
         raise ArgumentError("name", "must come before the folder", config.name, f"run '{words}'")
     entry = find_entry(str(config.name))
-    chosen = ("train", "test") if config.split == "all" else (config.split,)
-    splits = [open_dataset(entry.name, config.root, split, **config.options) for split in chosen]
-    lines = []
+    chosen = SPLITS if config.split == "all" else (config.split,)
+    splits = list(open_splits(entry.name, config.root, chosen, **config.options).values())
+    if not splits:
+        raise ArgumentError("split", f"must be train or test: {entry.name} has no validation images", config.split)
+    lines = list(dict.fromkeys(note for split in splits for note in split.notes))
     for split in splits:
         published = entry.published[1 if split.split == "train" else 2] if entry.published else None
         other = f" (published: {published:,})" if published not in (None, len(split)) else ""
@@ -150,19 +156,17 @@ def _open_by_name(config: Datasets) -> "_Opened":
 def _open_folder(config: Datasets) -> "_Opened":
     from eigengrain.data.check import Problem
     from eigengrain.data.datasets.folder import open_tree
+    from eigengrain.data.datasets.layout import describe_skipped
 
     place = str(config.name)
     if not os.path.exists(os.path.expanduser(place)) and os.path.basename(place) == place:
         # one word: a folder, or a misspelt data set
         raise UnknownName("folder or data set", place, list_datasets())
-    tree = open_tree(place)
-    splits = [split for split in tree.splits if config.split in ("all", split.split)]
+    opened, tree = open_tree(place)
+    splits = [split for split in opened if config.split in ("all", split.split)]
     if not splits:
-        existing = ", ".join(split.split for split in tree.splits)
+        existing = ", ".join(split.split for split in opened)
         raise ArgumentError("split", f"must be one of {place}: {existing}", config.split)
-    lines = [f"{each.split}: {counted(len(each), 'image')} in {counted(len(each.classes), 'folder')}" for each in splits]
-    if tree.others:
-        total = sum(tree.others.values())
-        lines.append(f"skipped files that do not have the name of an image: {total:,} ({few(list(tree.others), 5)})")
-    empty = [Problem("", None, folder, "empty", reason) for folder, reason in tree.empty]
-    return splits, empty, lines
+    lines = [f"{each.split}: {counted(len(each), 'image')} in {counted(len({*each.labels}), 'folder')}" for each in splits]
+    empty = [Problem("", None, each.path, "empty", each.reason) for each in tree.empty]
+    return splits, empty, [*lines, *describe_skipped(tree.others)]

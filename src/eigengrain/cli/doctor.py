@@ -58,10 +58,18 @@ def run(config: Doctor) -> int:
 
 
 def find_problems(cache: Path) -> list[str]:
-    """What keeps the package from working: missing or broken packages, and a cache that cannot be written."""
-    problems = [f"{name} is missing: pip install {name}" for name in REQUIRED if installed(name) is None]
-    if error := import_error("eigengrain._torchvision"):
-        problems.append(f"importing torchvision fails: {error}")
+    """Missing or broken packages, such as a torchvision that was built for another torch, and a cache that is read-only."""
+    missing = [name for name in REQUIRED if installed(name) is None]
+    problems = [f"{name} is missing: pip install {name}" for name in missing]
+    if not missing and (error := import_error("torchvision, timm")):
+        pair = " and ".join(f"{name} {installed(name)}" for name in ("torch", "torchvision"))
+        own = import_error("eigengrain._torchvision")  # which repairs one error that other programs do not repair
+        scope = "eigengrain fails too" if own else "eigengrain works, but other programs that import timm do not"
+        remedy = "install both together, from the same index: pip install --force-reinstall torch torchvision"
+        if import_error("torchvision"):
+            problems.append(f"{pair} do not belong together ({error}); {scope}: {remedy}")
+        else:
+            problems.append(f"importing timm {installed('timm')} fails ({error}): pip install --force-reinstall timm")
     parent = next(each for each in (cache, *cache.parents) if os.path.exists(each))
     if not (os.path.isdir(parent) and os.access(parent, os.W_OK | os.X_OK)):
         problems.append(f"cannot write to the cache folder {cache}: set EIGENGRAIN_CACHE to another one")
@@ -86,9 +94,9 @@ def missing_extras() -> list[dict[str, Any]]:
     return [{"name": e, "missing": p, "install": f"pip install 'eigengrain[{e}]'"} for e, p in missing.items()]
 
 
-def import_error(module: str) -> str:
-    """The last line of the error when a module is imported in another process; empty if there is none."""
-    done = subprocess.run([sys.executable, "-c", f"import {module}"], capture_output=True, text=True, check=False)
+def import_error(modules: str) -> str:
+    """The last line of the error when modules are imported in another process; empty if there is none."""
+    done = subprocess.run([sys.executable, "-c", f"import {modules}"], capture_output=True, text=True, check=False)
     return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1] if done.returncode else ""
 
 

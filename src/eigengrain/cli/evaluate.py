@@ -9,6 +9,7 @@ from eigengrain import names, output
 from eigengrain.data.datasets.registry import check_names, list_datasets
 from eigengrain.errors import ArgumentError
 from eigengrain.options import check, setting
+from eigengrain.text import few, printable
 
 if TYPE_CHECKING:
     from eigengrain.training.evaluation import Score
@@ -24,13 +25,14 @@ class Evaluate:
         root: folder of the data set; that of the training by default.
         data_options: more keyword arguments of the data set, for --data.
         split: train, val (if the training has validation images) or test.
+        skip_unreadable: leave out images that cannot be read, after opening all of them once.
         subset: eigenvalues to keep, such as top:206; repeat it for more subsets, which share one pass of the backbone.
         flip: average the probabilities of each image and its mirror image.
         kind: transforms, see 'eigengrain train --help'; those of the training by default.
         img_size: size of the images; that of the model by default.
         batch_size: number of images per batch, over all processes.
         workers: processes that read images, at most one per core.
-        amp: precision of the backbone: none, bf16 or fp16.
+        amp: precision of the backbone: none, bf16 or fp16; that of the training by default.
         device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
         out: CSV file with one row per subset; evaluation.csv in the folder of the model by default.
         per_class: CSV file with one row per class.
@@ -41,13 +43,14 @@ class Evaluate:
     root: str | None = None
     data_options: dict[str, Any] = setting({})
     split: str = setting("test", choices=names.SPLITS)
+    skip_unreadable: bool = False
     subset: list[str] = setting([])
     flip: bool = False
     kind: str | None = setting(None, choices=names.TRANSFORMS)
     img_size: int | None = setting(None, least=1)
     batch_size: int = setting(32, least=1)
     workers: int = setting(4, least=0)
-    amp: str = setting("none", choices=names.AMP)
+    amp: str | None = setting(None, choices=names.AMP)
     device: str = setting("auto", offers=names.DEVICES)
     out: str | None = None
     per_class: str | None = None
@@ -73,7 +76,8 @@ def check_data_options(data: str | None, options: dict[str, Any]) -> None:
 
 def run(config: Evaluate) -> None:
     """Evaluate, print a table, write CSV files."""
-    from eigengrain.data import make_loader
+    from eigengrain.data import find_unreadable, make_loader
+    from eigengrain.data.check import leave_out
     from eigengrain.environment import describe
     from eigengrain.files import writable, write_csv
     from eigengrain.functional import EigenSubset
@@ -88,14 +92,19 @@ def run(config: Evaluate) -> None:
     per_class = writable(config.per_class) if config.per_class else None
     with join(config.device) as process:
         dataset = trained.dataset(config.split, name=config.data, root=config.root, options=config.data_options)
+        if config.skip_unreadable and (problems := find_unreadable(dataset, config.workers, progress=process.is_main)):
+            dataset = leave_out(dataset, problems)
+            if process.is_main:
+                output.note(f"unreadable images left out: {few([printable(each.path) for each in problems], 3)}")
         model.to(process.device)
         common: dict[str, Any] = {"train": False, "workers": config.workers, "pin_memory": process.device.type == "cuda"}
         loader = make_loader(dataset, config.batch_size, rank=process.rank, world_size=process.world_size, **common)
-        scores = evaluate(model, loader, process, subsets=subsets, flip=config.flip, amp=config.amp)
+        precision = trained.precision if config.amp is None else trained.precision | {"amp": config.amp}
+        scores = evaluate(model, loader, process, subsets=subsets, flip=config.flip, **precision)
         if not process.is_main:
             return
         first = {"checkpoint": config.checkpoint, "data": dataset.name, "split": config.split}
-        last: dict[str, Any] = {"test_time_augmentation": "flip" if config.flip else "none", "amp": config.amp}
+        last: dict[str, Any] = {"test_time_augmentation": "flip" if config.flip else "none", "amp": precision["amp"]}
         last |= {"img_size": trained.image_size, **describe(process.device)}
         rows = [{**first, **_row(score), **last} for score in scores]
         write_csv(out, rows)

@@ -5,6 +5,8 @@ import signal
 import sys
 import threading
 import webbrowser
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -31,6 +33,7 @@ class Explore:
         root: folder of the data set; that of the training by default.
         data_options: more keyword arguments of the data set, for --data.
         split: train, val (if the training has validation images) or test.
+        min_probability: answer 'unsure' if no class has this probability, such as 0.8.
         host: address of the page; --password is required for one that others can reach.
         port: port of the page; the first free one from 7860 by default.
         password: password of visitors, who log in as eigengrain; or set it in the environment as EIGENGRAIN_PASSWORD.
@@ -43,6 +46,7 @@ class Explore:
     root: str | None = None
     data_options: dict[str, Any] = setting({})
     split: str = setting("test", choices=names.SPLITS)
+    min_probability: float = setting(0.0, least=0, below=1)
     host: str = "127.0.0.1"
     port: int | None = setting(None, least=1, below=65536)
     password: str | None = None
@@ -62,27 +66,34 @@ def run(config: Explore) -> int:
     missing = [name for name in ("gradio", "captum", "matplotlib") if find_spec(name) is None]
     if missing:
         raise MissingPackageError(f"the page needs {' and '.join(missing)}: pip install 'eigengrain[explorer]'")
+    from eigengrain.explorer.access import USER, check_password
     from eigengrain.explorer.opening import open_sessions
-    from eigengrain.explorer.server import USER, Server, check_password
+    from eigengrain.explorer.server import Server
 
     password = config.password or os.environ.get(PASSWORD)
     check_password(config.host, password)  # before a model is trained in vain
     data: dict[str, Any] = {"name": config.data, "root": config.root, "options": config.data_options}
-    sessions = open_sessions(config.checkpoint, config.split, device=config.device, **data)
-    ended = threading.Event()
-    before = {number: signal.signal(number, lambda *_: ended.set()) for number in (signal.SIGINT, signal.SIGTERM)}
+    data |= {"device": config.device, "min_probability": config.min_probability}
+    sessions = open_sessions(config.checkpoint, config.split, **data)
+    with until_stopped() as stopped, Server(sessions, config.host, config.port, password) as server:
+        login = f" (name {USER}, and the password)" if password else ""
+        output.say(f"{server.url}{login}   models: {', '.join(sessions)}   stop with Ctrl-C")
+        sys.stdout.flush()
+        output.result({"url": server.url, "models": list(sessions)}, [server.url])
+        if config.browser:
+            webbrowser.open(server.url)
+        stopped.wait()
+    output.stderr_console().print("closed")
+    return 0
+
+
+@contextmanager
+def until_stopped() -> Iterator[threading.Event]:
+    """An event that Ctrl-C and SIGTERM set, for a server that then closes and ends the command with exit code 0."""
+    stopped = threading.Event()
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        with Server(sessions, config.host, config.port, password) as server:
-            login = f" (name {USER}, and the password)" if password else ""
-            output.say(f"{server.url}{login}   models: {', '.join(sessions)}   stop with Ctrl-C")
-            sys.stdout.flush()
-            output.result({"url": server.url, "models": list(sessions)}, [server.url])
-            if config.browser:
-                webbrowser.open(server.url)
-            while not ended.wait(0.5):
-                pass
+        yield stopped
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    output.stderr_console().print("closed")
-    return 0

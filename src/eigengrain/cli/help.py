@@ -19,20 +19,22 @@ _JOINT = "\0"
 #: headings for options that are not in a nested config, in their order; other options stand under "options"
 _SUBJECTS = {
     "model": "checkpoint backbone backbones head heads num_classes reduce last_stride stride_on weights class_names",
-    "data": "data root data_options split images kind img_size flip datasets options",
-    "result": "topk subset subsets rules split_at cut target measures measure_count count scale perturb toward perturb_lr "
-    "format dynamic_batch opset verify",
-    "training": "recipe epochs batch_size accumulate clip_grad label_smoothing ema early_stop select eval_every seed seeds "
-    "resume fresh dry_run",
+    "data": "data root data_options split skip_unreadable images kind img_size flip datasets options",
+    "result": "topk accept min_probability mistakes subset subsets rules split_at cut target measures measure_count count "
+    "scale perturb toward perturb_lr format dynamic_batch opset verify",
+    "training": "recipe epochs batch_size accumulate clip_grad label_smoothing mixup cutmix mix_probability ema "
+    "early_stop select eval_every seed seeds resume fresh dry_run",
     "speed and devices": "device workers amp cache channels_last compile cuda_graphs sync_bn check_images",
     "page": "host port password browser",
-    "output": "out log save_every per_class",
+    "output": "out license report log save_every per_class",
 }
 _SUBJECT_OF = {name: subject for subject, names in _SUBJECTS.items() for name in names.split()}
 #: options with another meaning in some command
 _EXCEPTIONS = {
     **dict.fromkeys(("demo per_class", "explain seed"), "data"),
-    **dict.fromkeys(("explain batch_size", "evaluate batch_size", "predict batch_size"), "speed and devices"),
+    **dict.fromkeys(
+        ("explain batch_size", "evaluate batch_size", "predict batch_size", "report batch_size"), "speed and devices"
+    ),
 }
 
 
@@ -46,7 +48,8 @@ def command_help(command: "Command", program: str) -> str:
     options = {option.name: option for option in options_of(command.config)}
     parts = [f"usage: {usage(command, program)}", _wrap(f"{command.help[:1].upper()}{command.help[1:]}.")]
     arguments = [
-        (_placeholder(name, many), f"{_text(options[name])}; also as --{name}") for name, many in command.positional.items()
+        (_placeholder(options[name], many), f"{_text(options[name])}; also as --{name}")
+        for name, many in command.positional.items()
     ]
     if arguments:
         parts.append(_section("arguments", arguments))
@@ -71,7 +74,8 @@ def command_help(command: "Command", program: str) -> str:
 
 def usage(command: "Command", program: str) -> str:
     """The usage line of a command, such as 'eigengrain train [--recipe NAME] [options]'."""
-    positional = [f"[{_placeholder(name, many)}]" for name, many in command.positional.items()]
+    options = {option.name: option for option in options_of(command.config)}
+    positional = [f"[{_placeholder(options[name], many)}]" for name, many in command.positional.items()]
     return " ".join(filter(None, [program, command.name, *positional, command.usage, "[options]"]))
 
 
@@ -87,8 +91,8 @@ def overview(program: "Program") -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _placeholder(name: str, many: str) -> str:
-    return f"{name.upper()} ..." if many == "*" else name.upper()
+def _placeholder(option: Option, many: str) -> str:
+    return f"{option.argument} ..." if many == "*" else option.argument
 
 
 def _text(option: Option) -> str:

@@ -162,7 +162,7 @@ def _measure(name: str) -> BackboneSizes:
     except ValueError:  # the network has no stride to remove
         larger = None
     parameters = sum(parameter.numel() for parameter in backbone.net.parameters())
-    return BackboneSizes(name, backbone.channels, shape[1], layout.size, larger, parameters)
+    return BackboneSizes(name, sum(backbone.channels), shape[1], layout.size, larger, parameters)
 
 
 def head_sizes(name: str) -> HeadSizes:

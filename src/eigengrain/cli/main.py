@@ -88,6 +88,8 @@ def _run(program: Program, argv: Sequence[str]) -> int:
                 request = _parse(program, command, words)
                 hint = ""
                 with output.mode(request.quiet, request.json):
+                    if request.note:
+                        output.note(request.note)
                     code = request.command.function()(request.config) or 0
                 sys.stdout.flush()
                 return code
@@ -185,7 +187,8 @@ def describe(error: Exception, command: Command | None) -> str:
     if isinstance(error, ArgumentError):
         text = error.describe(lambda name: option_name(name, command))
     elif isinstance(error, UnknownName):
-        text = str(UnknownName(option_name(error.kind, command), error.name, error.choices, error.listing))
+        kind = option_name(error.kind, command)
+        text = str(UnknownName(kind, error.name, error.choices, error.listing, error.suggestions))
     return text if isinstance(error, errors.LayoutError) else " ".join(text.split())
 
 

@@ -4,13 +4,12 @@ import argparse
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
-from difflib import get_close_matches
+from dataclasses import asdict, replace
 from os.path import exists, expanduser
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from eigengrain.errors import ArgumentError, did_you_mean
-from eigengrain.options import Option, build, describe_type, options_of
+from eigengrain.options import Option, build, describe_type, options_of, similar_options
 from eigengrain.recipes import recipe_path
 from eigengrain.yaml_files import read_mapping
 
@@ -34,6 +33,7 @@ class Request(NamedTuple):
     config: Any
     quiet: bool
     json: bool
+    note: str = ""  # which recipe was chosen, and why
 
 
 class UsageError(ValueError):
@@ -101,10 +101,15 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
             _place(values, name, value)
             typed |= {name} if options[name].is_list else set()
     switches = {name for name, _ in given}
-    _place_positional(command, [*rest, *words[end + 1 :]], switches, values)
+    _place_positional(command, [*rest, *words[end + 1 :]], switches, values, options)
     for option in options.values():
         _expand_home(values, option)
     config = build(command.config, values)
+    if command.choose_recipe and [*rest, *words[end + 1 :]] and not {"recipe", "config"} & switches:
+        from eigengrain.cli.commands import load
+
+        recipe, note = load(command.choose_recipe)(config)
+        return parse_command(replace(command, choose_recipe=""), ["--recipe", recipe, *words])._replace(note=note)
     if "print_config" in switches:
         import yaml  # type: ignore[import-untyped]
 
@@ -157,21 +162,27 @@ def _value_error(flag: str, options: Mapping[str, Option]) -> ArgumentError:
 def unknown_option(word: str, options: Sequence[str]) -> UsageError:
     """The error for a word that is not among the options."""
     word = word.split("=")[0]
-    near = get_close_matches(word, options, n=3, cutoff=0.65)
+    names = {option.lstrip("-"): option for option in options}
+    near = [names[name] for name in similar_options(word.lstrip("-"), [*names])]
     return UsageError(f"unknown option '{word}': {did_you_mean(near) or 'no option has a similar name'}", word, near)
 
 
-def _place_positional(command: "Command", words: list[str], given: set[str], values: dict[str, Any]) -> None:
+def _place_positional(
+    command: "Command", words: list[str], given: set[str], values: dict[str, Any], options: Mapping[str, Option]
+) -> None:
     """Set the options that are given without their name; words are taken as they are, with any letters."""
     for name, many in command.positional.items():
         if not words:
             return
         own, words = (words, []) if many == "*" else (words[:1], words[1:])
         if name in given:
-            raise UsageError(f"{own[0]!r} and --{name} both set {name.upper()}: remove one of them", own[0])
+            raise UsageError(f"{own[0]!r} and --{name} both set {options[name].argument}: remove one of them", own[0])
         _place(values, name, own if many == "*" else own[0])
+        for other, value in command.implied.items():
+            if other not in given:
+                _place(values, other, value)
     if words:
-        names = ", ".join(name.upper() for name in command.positional)
+        names = ", ".join(options[name].argument for name in command.positional)
         expected = f"expected options and {names}" if names else "expected only options"
         raise UsageError(f"unexpected argument {words[0]!r}: {expected}", words[0])
 

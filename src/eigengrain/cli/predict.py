@@ -1,6 +1,7 @@
 """``eigengrain predict``: the classes of a user's images, as a table and a CSV file."""
 
 import csv
+import math
 import os
 import sys
 import warnings
@@ -11,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eigengrain import names, output
-from eigengrain.data.datasets.layout import SUFFIXES, images_below
+from eigengrain.data.datasets.layout import SUFFIXES, count_suffixes, describe_skipped, images_below, is_image_name, walk
 from eigengrain.errors import ArgumentError, FileError, did_you_mean
+from eigengrain.files import read_text
 from eigengrain.options import check, setting
 from eigengrain.text import counted, few, printable
 
@@ -35,7 +37,11 @@ class Predict:
         checkpoint: folder of 'eigengrain train' or of save_pretrained, or a weights file together with --backbone, --head
             and --num_classes.
         topk: number of classes per image, the most likely first.
-        out: CSV file with one row per image.
+        accept: answer 'none of these' for images unlike the validation images of the training, so that this share of the
+            latter is accepted; by default the share that the model has stored (0.95), 1 to accept every image.
+        min_probability: answer 'unsure' if no class has this probability, such as 0.8.
+        flip: average the probabilities of each image and its mirror image.
+        out: CSV file with one row per image, in UTF-8 with a byte order mark for spreadsheets.
         batch_size: number of images per batch.
         device: auto (CUDA if available, else the CPU), cpu, cuda, cuda:1, mps.
         workers: processes that read images; none are started for a single batch.
@@ -51,6 +57,9 @@ class Predict:
     images: list[str] = setting([])
     checkpoint: str = ""
     topk: int = setting(5, least=1)
+    accept: float | None = setting(None, above=0, below=math.nextafter(1, 2))
+    min_probability: float = setting(0.0, least=0, below=1)
+    flip: bool = False
     out: str = "predictions.csv"
     batch_size: int = setting(32, least=1)
     device: str = setting("auto", offers=names.DEVICES)
@@ -117,22 +126,30 @@ def run(config: Predict) -> int:
         lines = [f"  {printable(prediction.path)}: {printable(prediction.problem)}" for prediction in failed]
         print(f"{len(failed)} could not be read:", *lines, sep="\n", file=sys.stderr)
     document = {"predictions": [each.as_dict() for each in (*done, *missing)], "file": out if named else None}
-    output.result(document, [f"{printable(each.path)}\t{printable(each.classes[0][0])}" for each in named])
+    output.result(document, [f"{printable(each.path)}\t{printable(each.answer)}" for each in named])
     return 1 if failed else 0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """The (class, probability) pairs of one image, the most likely first; or the reason why there are none."""
+    """The (class, probability) pairs of one image, the most likely first; or the reason why there are none.
+
+    ``doubt`` is 'none of these' or 'unsure' if the most likely class is not the answer.
+    """
 
     path: str
     classes: list[tuple[str, float]] = field(default_factory=list)
     problem: str = ""
+    doubt: str = ""
+
+    @property
+    def answer(self) -> str:
+        return self.doubt or (self.classes[0][0] if self.classes else "")
 
     def as_dict(self) -> dict[str, object]:
         """The prediction for ``--json``."""
         classes = [{"class": name, "probability": p} for name, p in self.classes]
-        return {"path": self.path, "classes": classes, "problem": self.problem or None}
+        return {"path": self.path, "answer": self.answer or None, "classes": classes, "problem": self.problem or None}
 
 
 def find_images(places: Sequence[str]) -> tuple[list[str], list[Prediction]]:
@@ -147,6 +164,9 @@ def find_images(places: Sequence[str]) -> tuple[list[str], list[Prediction]]:
         images |= dict.fromkeys(files)
         if not files:
             problems.append(Prediction(place, problem=_why_nothing(place)))
+        others = (name for match in matches if os.path.isdir(match) for _, names in walk(match) for name in names)
+        for line in describe_skipped(count_suffixes(name for name in others if not is_image_name(name))):
+            output.note(f"{printable(place)}: {line}")
     return list(images), problems
 
 
@@ -190,9 +210,10 @@ def open_classifier(config: Predict) -> "TrainedModel":
         raise ArgumentError("checkpoint", "has no classifier (num_classes is 0)", config.checkpoint)
     if config.class_names is not None:
         try:
-            lines = Path(config.class_names).read_text(encoding="utf-8-sig").strip().splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise FileError(config.class_names, f"expected a text file with one class name per line ({error})") from None
+            lines = read_text(config.class_names).strip().splitlines()
+        except FileError as error:
+            problem = f"expected a text file with one class name per line ({error.problem})"
+            raise FileError(config.class_names, problem) from None
         if len(lines) != model.num_classes:
             problem = f"must have {model.num_classes} names, one per class of the model, not {len(lines)}"
             raise ArgumentError("class_names", problem, config.class_names)
@@ -234,6 +255,8 @@ def classify(
     import torch
 
     from eigengrain.data.workers import Workers
+    from eigengrain.models.calibration import Judged
+    from eigengrain.training.calibration import find_doubts, rejection_threshold
 
     batches = -(-len(paths) // config.batch_size)
     workers = min(config.workers, batches) if batches > 1 else 0
@@ -241,37 +264,42 @@ def classify(
     loader = Workers(images, _stack, workers=workers, batch_size=config.batch_size)
     model, classes = trained.model, trained.classes
 
+    net, threshold = Judged(model), rejection_threshold(model, config.accept)
+
     @torch.inference_mode()
-    def most_likely(images: "Tensor | None") -> Iterator[list[tuple[str, float]]]:
+    def most_likely(images: "Tensor | None") -> Iterator[dict[str, Any]]:
         if images is None:
-            return iter(())
-        scores = model(images.to(device)).cpu().double()
+            return
+        views = [images.to(device), images.to(device).flip(-1)][: 1 + config.flip]
+        judged = [[value.cpu().double() for value in net(view)] for view in views]
+        scores, probabilities, *familiar = (torch.stack(values).mean(0) for values in zip(*judged, strict=True))
         if not scores.isfinite().all():
             raise FileError(config.checkpoint, "its scores are not finite: did the training diverge?", "use")
-        best = scores.softmax(-1).topk(min(config.topk, model.num_classes))
-        rows = zip(best.values.tolist(), best.indices.tolist(), strict=True)
-        return iter([[(classes[i], p) for p, i in zip(values, indices, strict=True)] for values, indices in rows])
+        best = probabilities.topk(min(config.topk, model.num_classes))
+        familiarity = familiar[0] if familiar else torch.zeros(len(scores))
+        doubts = find_doubts(best.values[:, 0], familiarity, threshold, config.min_probability)
+        for values, indices, doubt in zip(best.values.tolist(), best.indices.tolist(), doubts, strict=True):
+            yield {"classes": [(classes[i], p) for p, i in zip(values, indices, strict=True)], "doubt": doubt}
 
     def predictions(batches: "Iterator[tuple[Tensor | None, list[str]]]") -> Iterator[list[Prediction]]:
         path = iter(paths)
         for images, problems in batches:
             answers = most_likely(images)
-            yield [Prediction(next(path), [] if problem else next(answers), problem) for problem in problems]
+            yield [Prediction(next(path), problem=text, **({} if text else next(answers))) for text in problems]
 
     return predictions(iter(loader))
 
 
 def write_predictions(path: Path, predictions: Sequence[Prediction], topk: int) -> None:
-    """Write one row per image: path, class_1, probability_1, class_2, …, and the problem of an unreadable one."""
-    header = ["path", *(f"{what}_{rank}" for rank in range(1, topk + 1) for what in ("class", "probability")), "problem"]
-    rows = [header]
+    """Write one row per image: path, answer, class_1, probability_1, class_2, …, and the problem of an unreadable one."""
+    ranked = [f"{what}_{rank}" for rank in range(1, topk + 1) for what in ("class", "probability")]
+    rows = [["path", "answer", *ranked, "problem"]]
     for prediction in predictions:
         cells = [cell for name, p in prediction.classes for cell in (_no_formula(name, "'"), f"{p:.6f}")]
         cells += [""] * (2 * topk - len(cells))
-        rows.append([_no_formula(printable(prediction.path), "./"), *cells, prediction.problem])
-    # spreadsheets read UTF-8 without the byte order mark in the local encoding
-    plain = all(cell.isascii() for row in rows for cell in row)
-    with path.open("w", newline="", encoding="utf-8" if plain else "utf-8-sig") as file:
+        first = [_no_formula(printable(prediction.path), "./"), _no_formula(prediction.answer, "'")]
+        rows.append([*first, *cells, prediction.problem])
+    with path.open("w", newline="", encoding="utf-8-sig") as file:  # spreadsheets need the byte order mark
         csv.writer(file).writerows(rows)
 
 
@@ -289,7 +317,9 @@ def _print_table(predictions: Sequence[Prediction]) -> None:
     lines = []
     for prediction in predictions[:SHOWN]:
         (name, p), *others = prediction.classes
+        others = prediction.classes if prediction.doubt else others
+        share = "" if prediction.doubt else f"{100 * p:.1f} %"
         second = ", ".join(f"{other} {100 * q:.1f} %" for other, q in others[:1])
         path = os.path.relpath(prediction.path, folder) if folder else prediction.path
-        lines.append((printable(path), printable(name), f"{100 * p:.1f} %", printable(second)))
-    output.console().print(output.table("", ("image", "class", "probability", "or else"), lines, left=2))
+        lines.append((printable(path), printable(prediction.doubt or name), share, printable(second)))
+    output.console().print(output.table("", ("image", "answer", "probability", "or else"), lines, left=2))

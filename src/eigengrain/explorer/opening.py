@@ -67,6 +67,7 @@ def open_sessions(
     root: str | None = None,
     options: Mapping[str, Any] | None = None,
     device: str = "auto",
+    min_probability: float = 0.0,
 ) -> dict[str, Session]:
     """Open sessions on one or more models, by their names on the page.
 
@@ -76,6 +77,7 @@ def open_sessions(
         split, name, root, options: data set of the examples, as in :meth:`TrainedModel.dataset`. A model folder without
             its training options is shown drawn birds if no data set is given.
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1`` or ``mps``.
+        min_probability: a model is unsure if no class has this probability.
 
     Raises:
         FileError: if a folder does not contain a model.
@@ -93,7 +95,7 @@ def open_sessions(
             labelled = trained.model.class_names == images.classes
         else:
             images, labelled = trained.dataset(split, name=name, root=root, options=options), True
-        sessions[title] = Session(title, trained.model.to(chosen), images, labelled, uploads)
+        sessions[title] = Session(title, trained.model.to(chosen), images, labelled, uploads, min_probability)
     if chosen.type == "cpu" and all(sum(w.numel() for w in trained.model.parameters()) < SMALL for trained in models):
         torch.set_num_threads(1)
     return sessions

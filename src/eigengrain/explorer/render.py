@@ -21,11 +21,13 @@ from torch import Tensor
 
 from eigengrain.explain.plots import Explained, brightest, draw_panel, overlay
 from eigengrain.explorer.perturbation import Progress
-from eigengrain.explorer.session import Analysis, Prediction, Session, SpectrumFacts, spectrum_facts
+from eigengrain.explorer.session import SMOOTH, Analysis, Prediction, Session, SpectrumFacts, spectrum_facts
 from eigengrain.pages import render
 
 #: number of classes in a prediction
 BEST = 4
+#: kinds of maps for readers
+KIND_TITLES = {SMOOTH: "smooth", "vanilla": "pixels", "deconv": "pixels, deconv", "guided": "pixels, guided"}
 #: side of pictures on the page in pixels; smaller ones are enlarged by the browser
 MAX_SIDE = 448
 
@@ -38,25 +40,40 @@ _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 _matplotlib = Lock()
 
 
-def picture(session: Session, analysis: Analysis) -> str:
-    """The image, its class and whether the prediction is correct."""
-    return render("explorer/picture.html", session=session, analysis=analysis, picture=data_uri(analysis.pixels))
+def answers(models: Sequence[tuple[Session, Analysis]]) -> str:
+    """The answers of one or two models about an image, each with its probability and its smooth map."""
+    shown = []
+    for session, analysis in models:
+        prediction, doubt = session.answer(analysis)
+        subset = prediction.subset
+        smooth = session.explain(analysis, [subset], target=prediction.predicted).maps[SMOOTH][subset]
+        values: dict[str, Any] = {"session": session, "analysis": analysis, "prediction": prediction, "doubt": doubt}
+        pictures: dict[str, Any] = {"picture": analysis.pixels, "map": overlay(analysis.pixels, smooth, brightest(smooth))}
+        shown.append(values | {"best": _best(prediction)} | {name: data_uri(each) for name, each in pictures.items()})
+    return render("explorer/answers.html", answers=shown)
+
+
+def mistakes(session: Session) -> str:
+    """How many examples were searched for mistakes, and how many were found."""
+    return render("explorer/mistakes.html", session=session)
 
 
 def numbers(facts: SpectrumFacts, channels: int, split: int) -> str:
-    """The numbers of a spectrum as tiles."""
+    """The numbers of a spectrum as tiles, each with its meaning."""
     condition = "∞" if math.isinf(facts.condition) else _number(facts.condition)
     return render("explorer/numbers.html", facts=facts, condition=condition, channels=channels, split=split)
 
 
 def predictions(session: Session, analysis: Analysis, cards: Sequence[Prediction]) -> str:
     """The best classes of each subset, side by side."""
-    best = []
-    for card in cards:
-        top = card.probabilities.topk(min(BEST, len(session.classes)))
-        best.append(list(zip(top.indices.tolist(), top.values.tolist(), strict=True)))
-    values: dict[str, Any] = {"cards": cards, "best": best, "classes": session.classes, "channels": session.channels}
-    return render("explorer/predictions.html", label=analysis.label, **values)
+    values: dict[str, Any] = {"cards": cards, "best": [_best(card) for card in cards], "channels": session.channels}
+    return render("explorer/predictions.html", label=analysis.label, classes=session.classes, **values)
+
+
+def _best(prediction: Prediction) -> list[tuple[int, float]]:
+    """The most probable classes with their probabilities."""
+    top = prediction.probabilities.topk(min(BEST, len(prediction.probabilities)))
+    return list(zip(top.indices.tolist(), top.values.tolist(), strict=True))
 
 
 def spectrum(session: Session, analysis: Analysis, split: int, cards: Sequence[Prediction]) -> str:
@@ -71,7 +88,7 @@ def spectrum(session: Session, analysis: Analysis, split: int, cards: Sequence[P
 
 
 def maps(explained: Explained, roles: Mapping[str, str], scale: str = "row") -> str:
-    """The maps with one row per rule and one column per subset.
+    """The maps with one row per kind and one column per subset.
 
     Args:
         explained: the maps.
@@ -79,12 +96,13 @@ def maps(explained: Explained, roles: Mapping[str, str], scale: str = "row") -> 
         scale: ``row`` for one colour scale per row, ``each`` for one per map.
     """
     pictures = {}
-    for rule, by_subset in explained.maps.items():
+    for kind, by_subset in explained.maps.items():
         shared = torch.stack(list(by_subset.values()))
         for subset, map in by_subset.items():
             largest = brightest(map if scale == "each" else shared)
-            pictures[rule, subset] = data_uri(overlay(explained.pixels, map, largest))
-    return render("explorer/maps.html", explained=explained, roles=roles, pictures=pictures, scale=scale)
+            pictures[kind, subset] = data_uri(overlay(explained.pixels, map, largest))
+    values: dict[str, Any] = {"explained": explained, "roles": roles, "pictures": pictures, "scale": scale}
+    return render("explorer/maps.html", titles=KIND_TITLES, **values)
 
 
 def perturbation(analysis: Analysis, progress: Progress, toward: str) -> str:

@@ -1,16 +1,14 @@
 """The server of the page: where it listens, who can use it, and what a browser can load."""
 
-import hmac
-import ipaddress
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from eigengrain.errors import ArgumentError
+from eigengrain.explorer.access import SafeHeaders, check_password, is_loopback, is_visitor
 from eigengrain.explorer.limits import MAX_BYTES, MAX_QUEUE
 
 # before gradio is imported, so that it reports nothing
@@ -19,10 +17,8 @@ os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 
-from eigengrain.explorer.page import STYLE, Page, build, theme
+from eigengrain.explorer.page import STYLE, ZOOM, Page, build, theme
 from eigengrain.explorer.session import Session
-
-USER = "eigengrain"
 
 #: environment variable with gradio's folder of uploads
 _FOLDER = "GRADIO_TEMP_DIR"
@@ -53,43 +49,6 @@ def _without_proxy(*hosts: str) -> Iterator[None]:
     finally:
         del os.environ["no_proxy"]
         os.environ.update({name: value for name, value in before.items() if value is not None})
-
-
-class _SafeHeaders:
-    """Middleware that adds the security headers to every response."""
-
-    def __init__(self, app: Any):
-        self.app = app
-
-    async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        async def with_headers(message: MutableMapping[str, Any]) -> None:
-            if message["type"] == "http.response.start":
-                others = [pair for pair in message["headers"] if pair[0].lower() not in _HEADERS]
-                message["headers"] = [*others, *_HEADERS.items()]
-            await send(message)
-
-        await self.app(scope, receive, with_headers)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether an address can only be reached from this machine.
-
-    Example:
-        >>> [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1", "0.0.0.0", "example.org")]
-        [True, True, True, False, False]
-    """
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
-
-
-def check_password(host: str, password: str | None) -> None:
-    """Require a password for an address that other machines can reach, else raise an ArgumentError."""
-    if not is_loopback(host) and not password:
-        raise ArgumentError("host", "can be reached from other machines", host, "set {password}, or leave {host} out")
 
 
 class Server:
@@ -129,7 +88,7 @@ class Server:
 
     def _launch(self) -> None:
         name = f"[{self.host}]" if ":" in self.host else self.host  # IPv6 in an address
-        middleware = [Middleware(_SafeHeaders)]
+        middleware = [Middleware(SafeHeaders, headers=_HEADERS)]
         if is_loopback(self.host):
             # against DNS rebinding: another site could point its own name to this machine and read the responses
             hosts = ["localhost", "127.0.0.1", name, "["]  # older versions of starlette cut an IPv6 host at the bracket
@@ -147,6 +106,7 @@ class Server:
             app_kwargs={"middleware": middleware, "docs_url": None, "redoc_url": None, "openapi_url": None},
             theme=theme(),
             css=STYLE,
+            js=ZOOM,
         )
 
     def __exit__(self, *_: object) -> None:
@@ -163,6 +123,4 @@ class Server:
                 os.environ[_FOLDER] = self._folder_before
 
     def _authenticate(self, name: str, password: str) -> bool:
-        # compares bytes in constant time, so that the duration reveals nothing
-        same_name = hmac.compare_digest(name.encode(), USER.encode())
-        return hmac.compare_digest(password.encode(), (self.password or "").encode()) and same_name
+        return is_visitor(name, password, self.password or "")

@@ -1,17 +1,19 @@
 r"""One model, its example images and the results for each image: everything that the page shows, without the page.
 
 An image passes through the backbone once. Its reduced features, eigenvalues and the scores of every split are cached, so a
-new split is answered from memory. Maps need a pass of their own, :func:`eigengrain.explain.plots.explain_images`.
+new split is answered from memory. Maps need passes of their own.
 """
 
 import logging
 import math
+import random
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import islice
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from PIL import Image
@@ -19,7 +21,10 @@ from torch import Tensor
 
 from eigengrain.data import ImageSet
 from eigengrain.errors import ArgumentError, ImageError
-from eigengrain.explain.plots import Explained, explain_images, rgb_pixels
+from eigengrain.explain.measures import collapse
+from eigengrain.explain.plots import Explained, rgb_pixels
+from eigengrain.explain.saliency import attribute_rules
+from eigengrain.explain.smooth import smooth_maps
 from eigengrain.explorer import limits
 from eigengrain.explorer.limits import BoundedCache, BusyError, Uploads
 from eigengrain.functional import EigenSubset
@@ -27,6 +32,9 @@ from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from eigengrain.functional.subsets import small_part
 from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet
+from eigengrain.models.calibration import decode_subspace, familiarity
+from eigengrain.names import RULES
+from eigengrain.training.calibration import UNSURE, find_doubts, rejection_threshold
 
 _log = logging.getLogger(__name__)
 
@@ -36,6 +44,12 @@ PROFILE_POINTS = 64
 SUBSET_BATCH = 32
 #: prefix of the key of an example; its number follows
 EXAMPLE = "example-"
+
+#: kinds of maps: the smooth one, and gradients of the pixels by their rule at the ReLUs
+SMOOTH = "smooth"
+KINDS = (SMOOTH, *RULES)
+#: a highest probability that is less than twice that of a guess, and less than this above it, is no opinion
+NO_OPINION = 0.15
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +63,7 @@ class Analysis:
     pixels: Tensor  # the same image as RGB, uint8 (3, H, W)
     reduced: Tensor  # feature map after the head's reduction, (1, d, h, w)
     eigenvalues: Tensor  # of the head's matrix, descending, float64 (d,), on the CPU; 0 where they are rounding
+    familiarity: float  # see models/calibration.py; 0 for a model without calibration
     #: subset as text → class scores, float64 (classes,), on the CPU; subsets are added when they are requested
     scores: dict[str, Tensor] = field(default_factory=dict)
 
@@ -56,6 +71,11 @@ class Analysis:
     def predicted(self) -> int:
         """Class that the model predicts with all eigenvalues."""
         return int(self.scores["all"].argmax())
+
+    @property
+    def rank(self) -> int:
+        """Number of eigenvalues above 0."""
+        return int((self.eigenvalues > 0).sum())
 
     @property
     def bytes(self) -> int:
@@ -69,11 +89,31 @@ class Prediction(NamedTuple):
     role: str  # all, large, small or custom
     subset: str
     kept: int  # number of eigenvalues in the subset
-    probabilities: Tensor  # float64 (classes,)
+    above_zero: int  # number of those that are above 0
+    probabilities: Tensor  # float64 (classes,), at the temperature of the model
 
     @property
     def predicted(self) -> int:
         return int(self.probabilities.argmax())
+
+    @property
+    def has_opinion(self) -> bool:
+        """Whether the prediction differs from a guess, which has the probability 1/classes.
+
+        Example:
+            >>> [Prediction("all", "all", 4, 4, torch.tensor(p)).has_opinion for p in ([0.6, 0.4], [0.7, 0.3])]
+            [False, True]
+        """
+        guess = 1 / len(self.probabilities)
+        return self.above_zero > 0 and float(self.probabilities.max()) >= min(2 * guess, guess + NO_OPINION)
+
+
+class Mistake(NamedTuple):
+    """An example whose class is not the predicted one."""
+
+    number: int  # of the example
+    label: int
+    predicted: int
 
 
 class SpectrumFacts(NamedTuple):
@@ -126,6 +166,7 @@ class Session:
         images: examples, with the model's transform.
         labelled: whether the classes of the examples are those of the model.
         uploads: images of visitors, which several sessions can share.
+        min_probability: the answer is "unsure" if no class has this probability.
 
     Raises:
         ArgumentError: if the head has no eigenvalues to choose from, or no example can be read and transformed.
@@ -143,7 +184,13 @@ class Session:
     """
 
     def __init__(
-        self, name: str, model: CovarianceNet, images: ImageSet, labelled: bool = True, uploads: Uploads | None = None
+        self,
+        name: str,
+        model: CovarianceNet,
+        images: ImageSet,
+        labelled: bool = True,
+        uploads: Uploads | None = None,
+        min_probability: float = 0.0,
     ):
         self.name, self.model, self.images, self.labelled = name, model.eval().requires_grad_(False), images, labelled
         if images.transform is None:
@@ -152,14 +199,19 @@ class Session:
         self.uploads = Uploads() if uploads is None else uploads
         self.head = spectral_head(model)
         self.channels = self.head.channels
-        #: split at which the page starts: the paper's share of small eigenvalues
-        self.default_split = max(1, self.channels - small_part(self.channels))
         #: splits that are scored in advance
         self.splits = _evenly_spaced(self.channels)
         #: subset that the model was saved with, empty if it keeps all eigenvalues
         self.own_subset = self.head.own_subset or ""
         self.classes = list(model.class_names or (str(number) for number in range(model.num_classes)))
+        self._min_probability, self._least_familiar = min_probability, rejection_threshold(model)
+        subspace, device = (model.calibration or {}).get("subspace"), next(model.parameters()).device
+        self._subspace = None if subspace is None else decode_subspace(subspace, model.num_features).to(device)
         self._lock = Lock()
+        #: mistakes among the examples, and how many examples were searched for them
+        self.mistakes: list[Mistake] = []
+        self.searched = 0
+        self._search, self._order = Lock(), random.Random(0).sample(range(len(images)), len(images))
         self._analyses = BoundedCache[Analysis](limits.CACHE_BYTES // 2, lambda analysis: analysis.bytes)
         self._maps = BoundedCache[Explained](limits.CACHE_BYTES // 2, _map_bytes)
         self._thumbnails = BoundedCache[Image.Image](limits.CACHE_BYTES // 8, limits.image_bytes)
@@ -235,13 +287,28 @@ class Session:
         """Store and analyse a visitor's image. Sessions that share the uploads can analyse it by its key too."""
         return self.analyse(self.uploads.add(image, title))
 
+    def analyse_of(self, other: "Session", key: str) -> Analysis:
+        """Analyse an image of another session; an example of it keeps its class if this model has a class of that name."""
+        number = other.example_number(key)
+        if number is None or other is self:
+            return self.analyse(key)
+        own_key = f"{other.name}/{key}"
+        if (analysis := self._analyses.get(own_key)) is not None:
+            return analysis
+        former = other.analyse(key)
+        name = None if former.label is None else other.classes[former.label]
+        label = self.classes.index(name) if name in self.classes else None
+        return self._analyse(own_key, former.title, self.transform(other.images.image(number)), label)
+
     def _analyse(self, key: str, title: str, image: Tensor, label: int | None) -> Analysis:
         inputs = image[None].to(next(self.model.parameters()).device)
         with self.exclusive(), torch.no_grad():
-            reduced = self.head.reduce(self.model.forward_features(inputs))
+            features = self.model.forward_features(inputs)
+            reduced = self.head.reduce(features)
             eigenvalues = self.head.eigenvalues(reduced)[0].double().cpu()
+            familiar = 0.0 if self._subspace is None else float(familiarity(features.float(), self._subspace))
         pixels = rgb_pixels(image, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
-        analysis = Analysis(key, title, label, inputs, pixels, reduced, eigenvalues)
+        analysis = Analysis(key, title, label, inputs, pixels, reduced, eigenvalues, familiar)
         self._score(analysis, ["all", *(part for split in self.splits for part in self._parts(split))])
         self._analyses.put(key, analysis)
         return analysis
@@ -281,10 +348,26 @@ class Session:
         """Predictions with all, the large, the small and the custom eigenvalues. Raises as :meth:`subsets`."""
         roles = self.subsets(split, custom)
         self._score(analysis, list(roles.values()))
-        return [
-            Prediction(role, subset, int(self.mask(subset).sum()), analysis.scores[subset].softmax(0))
-            for role, subset in roles.items()
-        ]
+        return [self._prediction(analysis, role, subset) for role, subset in roles.items()]
+
+    def _prediction(self, analysis: Analysis, role: str, subset: str) -> Prediction:
+        mask = self.mask(subset)
+        above = int((mask & (analysis.eigenvalues > 0)).sum())
+        probabilities = (analysis.scores[subset] / self.model.temperature).softmax(0)
+        return Prediction(role, subset, int(mask.sum()), above, probabilities)
+
+    def answer(self, analysis: Analysis) -> tuple[Prediction, str]:
+        """The prediction with the subset that the model was saved with, and its doubt: "none of these", "unsure" or ""."""
+        subset = self.own_subset or "all"
+        self._score(analysis, [subset])
+        prediction = self._prediction(analysis, "all", subset)
+        best, familiar = prediction.probabilities.max()[None], torch.tensor([analysis.familiarity])
+        [doubt] = find_doubts(best, familiar, self._least_familiar, self._min_probability)
+        return prediction, doubt or ("" if prediction.has_opinion else UNSURE)
+
+    def default_split(self, analysis: Analysis) -> int:
+        """Where the spectrum is cut at first: the paper's share, 206 of 256, of the eigenvalues above 0."""
+        return max(1, min(analysis.rank - small_part(analysis.rank), self.channels - 1))
 
     def mask(self, subset: str) -> Tensor:
         """Which eigenvalues a subset keeps, boolean (d,)."""
@@ -293,35 +376,80 @@ class Session:
     def profile(self, analysis: Analysis) -> dict[str, list[float]]:
         """Probability of the predicted class with the large and with the small part alone, at each of the ``splits``."""
         large, small = zip(*map(self._parts, self.splits), strict=True)
-        scores = torch.stack([analysis.scores[part] for part in (*large, *small)])
+        scores = torch.stack([analysis.scores[part] for part in (*large, *small)]) / self.model.temperature
         shares = scores.softmax(1)[:, analysis.predicted].tolist()
         return {"large": shares[: len(large)], "small": shares[len(large) :]}
 
     def explain(
         self,
         analysis: Analysis,
-        split: int,
-        rules: Sequence[str],
-        custom: str = "",
+        subsets: Sequence[str],
+        kinds: Sequence[str] = (SMOOTH,),
         target: int | None = None,
         cut: str = "exact",
     ) -> Explained:
-        """Saliency maps of the subsets under the backward rules at the ReLUs.
+        """Maps of subsets: the smooth one, and gradients of the pixels under the backward rules at the ReLUs.
 
-        All maps explain one class: ``target``, or the one that all eigenvalues predict. Raises as :meth:`subsets` and
+        All maps explain one class: ``target``, or the one that all eigenvalues predict. Raises as
         :func:`eigengrain.explain.attribute_rules`.
         """
-        subsets = list(dict.fromkeys(self.subsets(split, custom).values()))
+        subsets = list(dict.fromkeys(subsets))
         target = analysis.predicted if target is None else target
-        key = (analysis.key, *subsets, "|", *rules, target, cut)
+        key = (analysis.key, *subsets, "|", *kinds, target, cut)
         if (cached := self._maps.get(key)) is not None:
             return cached
-        labels = None if analysis.label is None else [analysis.label]
-        texts: dict[str, Any] = {"names": [analysis.title], "labels": labels, "classes": self.classes}
+        maps: dict[str, dict[str, Tensor]] = {}
+        rules = [kind for kind in kinds if kind != SMOOTH]
         with self.exclusive(), self.head.keeping("all"):
-            [explained] = explain_images(self.model, analysis.inputs, subsets, rules, target=target, cut=cut, **texts)
+            if SMOOTH in kinds:
+                maps[SMOOTH] = {subset: self._smooth(analysis, subset, target, cut) for subset in subsets}
+            if rules:
+                results = attribute_rules(self.model, analysis.inputs, subsets, rules, target, cut)
+                for rule, result in results.items():
+                    maps[rule] = {subset: collapse(signed)[0].float().cpu() for subset, signed in result.maps.items()}
+        answer, _ = self.answer(analysis)
+        explained = Explained(
+            pixels=analysis.pixels,
+            name=analysis.title,
+            maps=maps,
+            gaps={each: float(EigenSubset.parse(each).relative_gap(analysis.eigenvalues)) for each in subsets},
+            cut=cut,
+            channels=self.channels,
+            positions=analysis.reduced.shape[-2] * analysis.reduced.shape[-1],
+            target=self.classes[target],
+            predicted=self.classes[answer.predicted],
+            probability=float(answer.probabilities.max()),
+            truth=None if analysis.label is None else self.classes[analysis.label],
+        )
         self._maps.put(key, explained)
         return explained
+
+    def _smooth(self, analysis: Analysis, subset: str, target: int, cut: str) -> Tensor:
+        with self.head.keeping(subset, cut):
+            return smooth_maps(self.model, analysis.inputs, target)[0].float().cpu()
+
+    def find_mistakes(self, count: int, seconds: float) -> Iterator[list[Mistake]]:
+        """Search the examples, in a random order, until there are ``count`` mistakes or the time is up.
+
+        Yields all mistakes so far after every example. A later call continues; a call while another thread searches, or for
+        examples without classes of the model, ends at once.
+        """
+        if not self.labelled or not self._search.acquire(blocking=False):
+            return
+        try:
+            end = time.monotonic() + seconds
+            while self.searched < len(self._order) and len(self.mistakes) < count and time.monotonic() < end:
+                number = self._order[self.searched]
+                if self._is_readable(number):
+                    image, label = self.images[number]
+                    with self.exclusive(), torch.no_grad():  # one image at a time, because visitors wait for it
+                        scores = self.model(image[None].to(next(self.model.parameters()).device))
+                    if (predicted := int(scores.argmax())) != label:
+                        self.mistakes.append(Mistake(number, label, predicted))
+                self.searched += 1
+                yield self.mistakes
+        finally:
+            self._search.release()
 
 
 def _evenly_spaced(channels: int) -> list[int]:

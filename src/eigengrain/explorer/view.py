@@ -6,11 +6,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from eigengrain.explorer.limits import MAX_TEXT
-from eigengrain.explorer.session import Session
-from eigengrain.names import CUTS, RULES, SCALES
+from eigengrain.explorer.session import KINDS, SMOOTH, Session
+from eigengrain.names import CUTS, SCALES
 
-#: rules that are shown at first
-FIRST_RULES = ("vanilla", "deconv")
+#: kinds of maps that are shown at first
+FIRST_KINDS = (SMOOTH,)
 #: target that is not a fixed class
 PREDICTED = "predicted"
 
@@ -22,11 +22,12 @@ class View:
     model: str
     image: str  # its key
     split: int  # number of eigenvalues that count as large
-    rules: tuple[str, ...] = FIRST_RULES  # backward rules at the ReLUs
+    maps: tuple[str, ...] = FIRST_KINDS  # kinds of maps
     custom: str = ""  # the visitor's subset; at first that with which the model was saved
     target: str = PREDICTED  # or the number of the explained class as text
     cut: str = CUTS[0]  # how a cut spectrum is differentiated
     scale: str = SCALES[0]  # colour scale
+    other: str = ""  # model to compare with
 
     @property
     def target_class(self) -> int | None:
@@ -37,38 +38,48 @@ class View:
 
         Example:
             >>> View("seb", "example-3", 52, custom="top:1+last:12").query()
-            'model=seb&image=example-3&split=52&custom=top:1%2Blast:12&rules=vanilla,deconv'
+            'model=seb&image=example-3&split=52&custom=top:1%2Blast:12&maps=smooth'
         """
         defaults = {field.name: field.default for field in fields(self)}
         words = {name: value for name, value in asdict(self).items() if value != defaults[name]}
-        return urlencode({**words, "rules": ",".join(self.rules)}, safe=",:")
+        return urlencode({**words, "maps": ",".join(self.maps)}, safe=",:")
 
     @classmethod
     def from_query(cls, words: Mapping[str, str], sessions: Mapping[str, Session]) -> "View":
         """The view of an address. Missing and invalid values are replaced by the defaults."""
         name = words.get("model", "")
         session = sessions[name] if name in sessions else next(iter(sessions.values()))
-        image, rules = _image(words.get("image", ""), session), words.get("rules", "").split(",")
+        image, maps = _image(words.get("image", ""), session), words.get("maps", "").split(",")
         custom = _custom(words.get("custom", session.own_subset), session)
-        rest = (words.get(name, "") for name in ("target", "cut", "scale"))
-        return cls.from_controls(session, image, words.get("split", ""), rules, custom, *rest)
+        rest = [words.get(name, "") for name in ("target", "cut", "scale", "other")]
+        rest[-1] = rest[-1] if rest[-1] in sessions else ""
+        return cls.from_controls(session, image, words.get("split", ""), maps, custom, *rest)
 
     @classmethod
     def from_controls(
-        cls, session: Session, image: str, split: Any, rules: Any, custom: Any, target: Any, cut: Any, scale: Any
+        cls,
+        session: Session,
+        image: str,
+        split: Any,
+        maps: Any,
+        custom: Any,
+        target: Any,
+        cut: Any,
+        scale: Any,
+        other: Any = "",
     ) -> "View":
-        """The view of the controls on the page. A browser can send any value, so all but the image are checked here.
+        """The view of the controls on the page. A browser can send any value, so all but image and other are checked here.
 
         Raises:
             ValueError: if the custom subset cannot be read or does not fit.
         """
         text = str(custom or "").strip()
-        number = 1 if split is None else _split(str(split), session)  # an emptied box becomes its lowest number
+        number = 1 if split is None else _split(str(split), session, image)  # an emptied box becomes its lowest number
         session.subsets(number, text)
-        names = rules if isinstance(rules, list | tuple) else ()
-        chosen = tuple(rule for rule in RULES if rule in names) or FIRST_RULES
-        maps = chosen, text, _target(str(target), session), _choice(cut, CUTS), _choice(scale, SCALES)
-        return cls(session.name, image, number, *maps)
+        names = maps if isinstance(maps, list | tuple) else ()
+        chosen = tuple(kind for kind in KINDS if kind in names) or FIRST_KINDS
+        rest = chosen, text, _target(str(target), session), _choice(cut, CUTS), _choice(scale, SCALES)
+        return cls(session.name, image, number, *rest, other if isinstance(other, str) and other != session.name else "")
 
 
 def _image(key: str, session: Session) -> str:
@@ -80,11 +91,11 @@ def _image(key: str, session: Session) -> str:
     return session.first
 
 
-def _split(text: str, session: Session) -> int:
+def _split(text: str, session: Session, image: str) -> int:
     try:
         return min(max(int(float(text)), 1), session.channels - 1)
     except (ValueError, OverflowError):
-        return session.default_split
+        return session.default_split(session.analyse(image))
 
 
 def _choice(word: object, choices: Sequence[str]) -> str:
