@@ -18,7 +18,7 @@ from studies.all_studies import STUDIES, find_study
 from studies.cost import STATED_FOR, estimate_cost, recorded_speeds
 from studies.report import Result, make_result, show, terminal_table, write_files, write_page
 from studies.runs import run_jobs
-from studies.settings import ACTIONS, TITLES, StudyOptions
+from studies.settings import ACTIONS, SHORT, TITLES, StudyOptions
 from studies.study import Setup, Study, Table, check_names
 
 PROGRAM = "python -m studies"
@@ -93,7 +93,7 @@ def available_datasets(options: StudyOptions, studies: Sequence[Study]) -> tuple
     names = tuple(dict.fromkeys(name for study in studies for name in study.datasets(Setup(options))))
     if options.scale == "smoke" or not names:
         return names
-    if options.data is None:
+    if options.data is None and set(options.datasets or names) - {"plumage"}:
         raise ArgumentError("data", "must be the folder of the images", remedy="or use {scale} smoke, or {only_report}")
     if options.datasets is not None:
         for name in options.datasets:
@@ -131,7 +131,7 @@ def show_list(options: StudyOptions) -> None:
     for study in STUDIES:
         setup = Setup(options, study.choose_seeds(options))
         chosen = study.datasets(setup)
-        if options.scale == "small" and options.datasets is None:
+        if options.scale in SHORT and options.datasets is None:
             chosen = chosen[:1]  # one of them fits an hour
         count, seconds, used = estimate_cost(study, replace(setup, available=chosen), speeds)
         sources |= used
@@ -154,7 +154,7 @@ def show_list(options: StudyOptions) -> None:
         text = ", or ".join(explanations[source] for source in sorted(sources))
         console.print(f"training: images × epochs / images per second {text}", highlight=False)
     console.print("Runs that studies share are counted in each of them and made once. Tests and analyses come on top.")
-    if options.scale == "small" and options.backbones is None and options.heads is None:
+    if options.scale in SHORT and options.backbones is None and options.heads is None:
         console.print("Scale small trains few of the rows, on each available data set; --backbones and --heads add others.")
     output.result(rows, [row["name"] for row in rows])
 

@@ -154,7 +154,9 @@ def draw_rates(panels: Mapping[str, Mapping[str, Any]], scaled: bool, path: Path
     dashes = {name: ("-", "--", ":")[place // len(_LOOKS) % 3] for place, name in enumerate(looks)}
     rows = math.ceil(len(panels) / 2)
     with _canvas(path, rows, 2, (9.6, 0.6 + 3.2 * rows), across=3) as axes:
-        for each, (title, lines) in zip(axes, panels.items(), strict=True):
+        for each in axes[len(panels) :]:
+            each.set_visible(False)
+        for each, (title, lines) in zip(axes, panels.items(), strict=False):
             for name, (rates, values) in lines.items():
                 colour, marker = looks[name]
                 each.plot(rates, values, dashes[name], color=colour, marker=marker, markersize=4, linewidth=1.2, label=name)

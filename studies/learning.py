@@ -8,11 +8,12 @@ from typing import Any
 
 import pandas as pd
 
+from eigengrain.heads import list_heads
 from eigengrain.text import counted
 from studies import charts
-from studies.accuracy import DIVERGED, accuracy_report, gcp_methods, resnet_rows, row_columns
+from studies.accuracy import DIVERGED, LENGTHS, accuracy_report, gcp_methods, resnet_rows, row_columns
 from studies.runs import Record, rate_jobs
-from studies.settings import FINE_GRAINED, NETWORKS, PAPER, RESNET50, TITLES
+from studies.settings import FINE_GRAINED, NETWORKS, PAPER, RESNET50, TEXTS, TITLES
 from studies.spectra import similarity_table
 from studies.study import NOT_RUN, Report, Row, Setup, Table, environment_columns
 
@@ -195,6 +196,53 @@ def rate_report(setup: Setup, rows: Sequence[Row]) -> Report:
                     panel[row.method] = scaled, [scores[f"{split}_top1"] for scores in done.values()]
     lengths = any(row.length != 1 for row, _, records in searches if any(records.values()))
     return Report(csv, tables, [], partial(charts.draw_rates, panels, lengths) if panels else None)
+
+
+def calibration_rows(setup: Setup) -> list[Row]:
+    """Heads with their own vectors and with calibrated ones, with the runs of the search alone."""
+    rows = []
+    for data, entry in TEXTS["calibration"]["rows"].items():
+        for head in entry.get("heads", list_heads()):
+            row = Row(data, entry["backbone"], head, head, core=True, search_only=True, pretrain=entry.get("pretrain"))
+            row = replace(row, every_seed="pretrain" in entry)
+            own = tuple(entry["before"]) if "before" in entry else None
+            before = replace(row, rates=own, length=LENGTHS.get(head, 1.0))
+            rows += [before, replace(row, rates=tuple(entry["after"]), calibrate=True)]
+    return rows
+
+
+def calibration_report(setup: Setup, rows: Sequence[Row]) -> Report:
+    """One table per data set, one line per head: its best rate, and its accuracy there and at ×1, before and after."""
+    csv: list[dict[str, Any]] = []
+    tables: list[Table] = []
+    panels: dict[str, dict[str, tuple[list[float], list[float]]]] = {}
+    for data in dict.fromkeys(row.data for row in rows):
+        lines: dict[str, dict[str, str]] = {}
+        for row in (row for row in rows if row.data == data):
+            tried, _ = setup.search(row)
+            jobs = [*tried, *(setup.seeded(tried) if row.every_seed else ())]
+            means: dict[float, float] = {}
+            for rate in sorted({job.rate for job in jobs}):
+                records = [record for job in jobs if job.rate == rate and (record := setup.record(job)) is not None]
+                values = {name: [r["scores"][name] for r in records if r["scores"]] for name in ("val_top1", "test_top1")}
+                complete = len(values["test_top1"]) == len(records) > 0
+                if complete:
+                    means[rate] = sum(values["test_top1"]) / len(records)
+                columns = row_columns(setup, row) | {"scale": setup.options.scale, "calibrated": int(row.calibrate)}
+                columns |= {"rate": rate, "runs": len(records), "diverged": len(records) - len(values["test_top1"])}
+                columns |= {name: round(sum(each) / len(each), 4) if each else "" for name, each in values.items()}
+                csv.append(columns | environment_columns(records[0] if records else None))
+            word, line = "calibrated" if row.calibrate else "own", lines.setdefault(row.method, {"": row.method})
+            best = max(means, key=lambda rate: means[rate], default=None)
+            line[f"best rate, {word}"] = NOT_RUN if best is None else f"×{best:g}"
+            line[f"there, {word}"] = NOT_RUN if best is None else f"{means[best]:.1f}"
+            line[f"at ×1, {word}"] = f"{means[1.0]:.1f}" if 1.0 in means else NOT_RUN
+            if means:
+                title = f"{setup.title(data)}, {'calibrated vectors' if row.calibrate else 'own vectors'}"
+                panels.setdefault(title, {})[row.method] = list(means), list(means.values())
+        caption = f"{setup.title(data)}: test accuracy in %"
+        tables.append(Table(setup.title(data), caption, pd.DataFrame(lines.values()), ()))
+    return Report(csv, tables, [], partial(charts.draw_rates, panels, False) if panels else None)
 
 
 def _accuracies(record: Record | None) -> list[float | str]:

@@ -6,6 +6,7 @@ alone: ``records/NAME.json`` beside ``runs/NAME``, the checkpoints and the model
 
 import gc
 import json
+import math
 import os
 import shutil
 import time
@@ -22,6 +23,7 @@ from eigengrain import output
 from eigengrain.data.device_cache import Decoded
 from eigengrain.environment import describe, pick_device
 from eigengrain.errors import Diverged, FileError
+from eigengrain.files import check_file, read_json
 from eigengrain.models import from_pretrained
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Train, differences, to_mapping
@@ -41,6 +43,12 @@ POLL = 2.0
 _PARTS: Parts = (
     *((name, dict) for name in ("config", "scores", "environment", "analyses")),
     *(("seconds", (int, float)), ("epochs", list)),
+)
+#: options in a record that tables and figures use
+_OPTIONS: Parts = (
+    *((name, int) for name in ("seed", "epochs", "data.transforms.img_size")),
+    *((name, str) for name in ("select", "amp", "model.backbone")),
+    ("optimiser.classifier_lr_scale", (int, float)),
 )
 
 
@@ -70,24 +78,34 @@ def describe_run(config: Train) -> dict[str, Any]:
 
 def load_record(path: Path, parts: Parts = _PARTS) -> Record:
     """Read a record with required entries; raises FileError if it is not complete."""
-    return _load_record(path, path.stat().st_mtime_ns, parts)
+    return _load_record(check_file(path), path.stat().st_mtime_ns, parts)
 
 
 @cache
 def _load_record(path: Path, modified: int, parts: Parts) -> Record:
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise FileError(path, f"it is not a record of a run ({error}); remove it") from error
+        content = read_json(path)
+    except FileError as error:
+        raise FileError(path, f"it is not a record of a run ({error.problem}); remove it") from error
     record: Record = content if isinstance(content, dict) else {}
     missing = [part for part, kind in parts if not isinstance(record.get(part), kind)]
-    scores = record.get("scores")
+    config, scores = record.get("config"), record.get("scores")
+    if isinstance(config, dict) and config:
+        missing += [name for name, kind in _OPTIONS if not isinstance(_find(config, name), kind)]
     if isinstance(scores, dict) and scores:  # a run that diverged has none
         numbers = {"test_top1": None} | scores
-        missing += [f"number {name}" for name, value in numbers.items() if not isinstance(value, int | float)]
+        finite = (name for name, value in numbers.items() if isinstance(value, int | float) and math.isfinite(value))
+        missing += [f"number {name}" for name in sorted({*numbers} - {*finite})]
     if missing:
         raise FileError(path, f"it is not a record of a run ({', '.join(missing)} missing); remove it")
     return record
+
+
+def _find(values: Any, name: str) -> Any:
+    """An option of a record by its dotted name, or None."""
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, dict) else None
+    return values
 
 
 def run_records(folders: Sequence[Path]) -> Iterator[Record]:
@@ -284,6 +302,7 @@ def job_name(config: Train, suffix: str = "") -> str:
     part = ("val" if config.data.val_fraction else "all") + ("-best" if config.select == "best-test" else "")
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
     options += "" if config.clip_grad is None else f"-clip{config.clip_grad:g}"
+    options += "-calibrated" * model.calibrate
     rate = f"x{config.optimiser.classifier_lr_scale:g}"
     network = network_name(model.backbone).replace(":", "-")
     return f"{images}{network}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"

@@ -14,7 +14,9 @@ from eigengrain.training.config import Data, Schedule, Train, from_mapping, load
 from eigengrain.yaml_files import read_mapping
 
 ACTIONS = ("list", "all", "report")
-SCALES = ("smoke", "small", "paper")
+SCALES = ("smoke", "quick", "small", "paper")
+#: scales with a part of the rows of a table, unless they are named
+SHORT = ("quick", "small")
 PROTOCOLS = ("fair", "paper", "both")
 
 
@@ -27,12 +29,13 @@ class StudyOptions:
             results).
         data: folder with the data sets, each in its own folder, or that of one data set; 'eigengrain datasets' shows their
             layout. A smoke run draws its images.
-        scale: smoke (a small network on drawn birds, seconds), small (15 epochs) or paper (the recipes of the paper).
+        scale: smoke (a small network on drawn birds, seconds), quick (10 epochs at 224 pixels), small (15 epochs)
+            or paper (the recipes of the paper).
         protocol: fair (each method at its own best classifier rate, chosen on validation images, last epoch), paper (one
             rate for all, best test epoch) or both.
         datasets: such as [cub,cars]; all of the study by default, of which those in the folder are trained.
-        backbones: such as [resnet50,vgg16]; all of the study by default, at scale small a few.
-        heads: such as [mpncov,mpncov+seb]; all of the study by default, at scale small a few.
+        backbones: such as [resnet50,vgg16]; all of the study by default, at scales quick and small a few.
+        heads: such as [mpncov,mpncov+seb]; all of the study by default, at scales quick and small a few.
         seeds: seeds of the runs that are tested; [0,1,2] by default, [0] at scale smoke, and at scale small except for
             gcp-methods and paths.
         rates: learning rates of the classifier, as multiples of that of the backbone, from which the fair protocol chooses;
@@ -116,6 +119,8 @@ FINE_GRAINED: list[str] = PAPER["fine_grained"]
 RESNET50: dict[str, list[float]] = PAPER["table_3"]["resnet50"]
 NETWORKS = {name: Network(**values) for name, values in SETTINGS["networks"].items()}
 
+#: name of the drawn birds on which the backbone of ``plumage`` is trained first
+FIRST = "plumage-first"
 #: heads whose vectors do not grow with the square of the channels, and which need no reduction
 UNREDUCED = ("gap", "gmp", "cbp", "kp", "lrbp")
 
@@ -130,9 +135,10 @@ def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
         >>> base_config(StudyOptions(scale="paper"), "resnet101", "aircraft").model.backbone
         'resnet101.tv_in1k'
     """
-    if options.scale == "smoke":
-        return replace(from_mapping(SETTINGS["smoke"]), device=options.device)
-    run = (_small if options.scale == "small" else _paper)(options, backbone, dataset)
+    if options.scale == "smoke" or dataset in ("plumage", FIRST):
+        part = "smoke" if options.scale == "smoke" else {"plumage": "drawn", FIRST: "drawn_first"}[dataset]
+        return replace(from_mapping(SETTINGS[part]), device=options.device)
+    run = (_small if options.scale in SHORT else _paper)(options, backbone, dataset)
     data = replace(run.data, root=options.data)
     return replace(run, data=data, device=options.device, workers=options.workers)
 
@@ -154,15 +160,19 @@ def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
         long = _paper(options, backbone, dataset)
         return replace(long, schedule=Schedule("cosine", warmup_epochs=1), epochs=15, amp="bf16", channels_last=True)
     cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
-    run, network = from_mapping(SETTINGS["small"]), _network(options, backbone)
+    quick = options.scale == "quick"
+    run, network = from_mapping(SETTINGS[options.scale]), _network(options, backbone)
     optimiser = replace(
         run.optimiser,
         lr=SETTINGS["plain_rate"] if network["backbone"] == NETWORKS[backbone].plain else run.optimiser.lr,
         weight_decay=SETTINGS["decays"].get(dataset, run.optimiser.weight_decay),
         classifier_lr_scale=SETTINGS["rates"].get(dataset, run.optimiser.classifier_lr_scale),
     )
-    data = Data(dataset, transforms=Transforms.of_scripts(dataset))
-    return replace(run, data=data, model=replace(run.model, **network), optimiser=optimiser, compile=cuda, cuda_graphs=cuda)
+    data = Data(dataset, transforms=run.data.transforms if quick else Transforms.of_scripts(dataset))
+    network = {**network, **({"reduce": run.model.reduce} if quick else {})}
+    model = replace(run.model, **network)
+    # compiling takes longer than a quick run saves
+    return replace(run, data=data, model=model, optimiser=optimiser, compile=cuda and not quick, cuda_graphs=cuda)
 
 
 def _paper(options: StudyOptions, backbone: str, dataset: str) -> Train:

@@ -12,7 +12,7 @@ from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.training.config import Train
 from studies import runs
 from studies.runs import Job, Record, best_rate, final_jobs, rate_jobs, run_records
-from studies.settings import NETWORKS, SETTINGS, TITLES, UNREDUCED, StudyOptions, base_config, network_name
+from studies.settings import FIRST, NETWORKS, SETTINGS, SHORT, TITLES, UNREDUCED, StudyOptions, base_config, network_name
 
 #: options in which a record may differ from the run of a report, which may be made on another machine
 _MACHINE = ("compile", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
@@ -39,12 +39,20 @@ class Row:
     rate_options: Mapping[str, Any] | None = None  # of the head whose best rate is used; its own by default
     curve: bool = False  # whether every epoch is tested
     clip_grad: float | None = None
-    pretrain: str | None = None  # head with which the network is trained on ImageNet first
+    pretrain: str | None = None  # head with which the network is trained first, on ImageNet or on other drawn birds
     analyses: tuple[str, ...] = ()  # of the network of the first seed
     search_only: bool = False  # whether only the runs for the choice of a rate are made
     more_rates: tuple[float, ...] = ()  # without a part in the choice
+    rates: tuple[float, ...] | None = None  # grid of its own instead of that of the options
+    calibrate: bool = False  # whether its vectors are calibrated
+    every_seed: bool = False  # whether the rates are tried with every seed
     #: c, the length of the vector relative to MPN-COV: a vector c times as long learns as if the rate were c² times as high
     length: float = 1.0
+
+    @property
+    def first(self) -> "Row":
+        """What is trained first for a row with ``pretrain``."""
+        return Row(FIRST if self.data == "plumage" else "imagenet", self.backbone, self.method, self.pretrain)
 
     @property
     def title(self) -> str:
@@ -100,10 +108,12 @@ class Setup:
 
     def title(self, data: str) -> str:
         """Name of a data set for reading; at scale smoke drawn birds replace it."""
-        return f"{TITLES[data]} (drawn)" if self.options.scale == "smoke" else TITLES[data]
+        return f"{TITLES[data]} (drawn)" if self.options.scale == "smoke" and data != "plumage" else TITLES[data]
 
     def grid(self, row: Row) -> list[float]:
         """The rates of a row: divided by c² if that is more than the steps beyond a grid can make up for."""
+        if row.rates is not None:
+            return list(row.rates[:2] if self.options.scale == "smoke" else row.rates)
         rates = self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
         squared = row.length**2
         far = max(squared, 1 / squared) > runs.REACH
@@ -142,10 +152,10 @@ class Setup:
     def _selected(self, row: Row) -> bool:
         """At scale small few rows are trained, unless backbones or heads are named."""
         options = self.options
-        return row.core or options.scale != "small" or options.backbones is not None or options.heads is not None
+        return row.core or options.scale not in SHORT or options.backbones is not None or options.heads is not None
 
     def _may_pretrain(self, row: Row) -> bool:
-        return self._opens("imagenet") and self._selected(row)
+        return self._opens("plumage" if row.data == "plumage" else "imagenet") and self._selected(row)
 
     def config(self, row: Row, options: Mapping[str, Any] | None = None) -> Train:
         """The training options of a row at the rate of the paper; ``options`` replaces those of the head."""
@@ -154,16 +164,18 @@ class Setup:
         if place not in self.bases:
             self.bases[place] = base_config(self.options, *place)
         run = runs.with_head(self.bases[place], row.head)
-        model = replace(run.model, head_options=dict(row.options if options is None else options))
+        model = replace(run.model, head_options=dict(row.options if options is None else options), calibrate=row.calibrate)
         if row.head in UNREDUCED:
             model = replace(model, reduce="auto")
         clip = row.clip_grad if options is None and row.clip_grad is not None else run.clip_grad
         return replace(run, model=model, clip_grad=clip)
 
     def pretraining(self, row: Row, protocol: str) -> list[Job]:
-        """The runs on ImageNet that a row starts from; the model of the last one is kept if it is trained on all images."""
-        first = Row("imagenet", row.backbone, row.method, row.pretrain)
-        *others, last = replace(self, seeds=self.seeds[:1]).jobs(first, protocol)
+        """The first runs that a row starts from; the model of the last one is kept if it is trained on all images."""
+        if row.data == "plumage":
+            config = self.config(row.first)
+            return [Job(runs.job_name(config, "-first"), config, kept=True)]
+        *others, last = replace(self, seeds=self.seeds[:1]).jobs(row.first, protocol)
         return [*others, replace(last, kept=not last.config.data.val_fraction)]
 
     def pretrained(self, row: Row, protocol: str) -> Path | None:
@@ -184,8 +196,8 @@ class Setup:
         config = self.config(row)
         if row.pretrain is None:
             return config, ""
-        first = self.config(Row("imagenet", row.backbone, row.method, row.pretrain)).model
-        model = replace(config.model, weights=str(weights or WEIGHTS), pretrained=False, stride_on=first.stride_on)
+        stride_on = self.config(row.first).model.stride_on
+        model = replace(config.model, weights=str(weights or WEIGHTS), pretrained=False, stride_on=stride_on)
         return replace(config, model=model), "-gcp"
 
     def jobs(self, row: Row, protocol: str) -> list[Job]:
@@ -202,6 +214,8 @@ class Setup:
             return [] if row.search_only else self.paper_jobs(row, self.seeds, weights)
         tried, rate = self.search(row, weights)
         search = [*tried, *rate_jobs(config, row.more_rates, suffix)]
+        if row.every_seed:
+            search += self.seeded(tried)
         if rate is None or row.search_only:
             return search
         seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
@@ -224,6 +238,11 @@ class Setup:
             while (rate := runs.further_rate(jobs, self._complete(jobs), grid)) is not None:
                 jobs += rate_jobs(config, [rate], suffix)
         return jobs, best_rate(jobs, self._complete(jobs))
+
+    def seeded(self, jobs: Sequence[Job]) -> list[Job]:
+        """The same runs with the other seeds."""
+        pairs = [(job, replace(job.config, seed=seed)) for seed in self.seeds for job in jobs if seed != job.config.seed]
+        return [Job(job.name.removesuffix(f"s{job.config.seed}") + f"s{config.seed}", config) for job, config in pairs]
 
     def finals(self, row: Row, rate: float, seeds: Sequence[int], weights: Path | None = None) -> list[Job]:
         """Runs on all images at a rate."""
@@ -327,7 +346,8 @@ class Study:
     def datasets(self, setup: Setup) -> tuple[str, ...]:
         """Data sets of the rows; also ImageNet if networks are trained on it first, unless data sets are named."""
         rows = self.rows(setup)
-        first = ["imagenet"] if setup.options.datasets is None and any(row.pretrain for row in rows) else []
+        pretrained = any(row.pretrain and row.data != "plumage" for row in rows)
+        first = ["imagenet"] if setup.options.datasets is None and pretrained else []
         return tuple(dict.fromkeys([*(row.data for row in rows), *first]))
 
     def report(self, setup: Setup) -> Report:
@@ -336,7 +356,7 @@ class Study:
         return replace(report, notes=[*self.notes, *report.notes, *smoke])
 
     def choose_seeds(self, options: StudyOptions) -> tuple[int, ...]:
-        count = {"smoke": 1, "small": self.seeds, "paper": 3}[options.scale]
+        count = {"smoke": 1, "quick": 1, "small": self.seeds, "paper": 3}[options.scale]
         return tuple(range(count) if options.seeds is None else options.seeds)
 
     def plan(self, setup: Setup) -> list[Job]:

@@ -521,3 +521,36 @@ def test_a_report_shows_the_heads_and_seeds_of_the_options(tmp_path):
     some = replace(report, options=replace(report.options, heads=["mpncov"], seeds=[1, 2]))
     [row] = study.report(some).rows
     assert (row["head"], row["fair_protocol_n"], row["fair_protocol_low"]) == ("mpncov", 2, 81.0)
+
+
+def test_calibrated_vectors_have_runs_and_rates_of_their_own(tmp_path):
+    setup = setup_of(tmp_path, datasets=["cub"], heads=["bcnn"])
+    study = find_study("calibration")
+    own, calibrated = study.rows(setup)
+    assert (setup.grid(own), setup.grid(calibrated)) == ([300, 1000, 2000], [0.3, 1, 3])
+    jobs = setup.jobs(calibrated, "fair")
+    assert jobs[0].name == "resnet50-bcnn-calibrated-x0.3-e15-val-s0"
+    assert all(job.config.model.calibrate for job in jobs)
+    for job, top1 in zip([*setup.jobs(own, "fair"), *jobs], (70.0, 73.0, 72.0, 71.0, 74.0, 73.5), strict=True):
+        record(setup, job, top1, scores={"test_top1": top1, "val_top1": top1})
+    assert study.plan(setup) == [*setup.jobs(own, "fair"), *jobs]  # nothing is trained on all images
+    report = study.report(replace(setup, available=None))
+    assert texts(report.tables[0]) == [["bcnn", "×1000", "73.0", "not run", "×1", "74.0", "74.0"]]
+    assert [(row["calibrated"], row["rate"], row["test_top1"]) for row in report.rows[-3:]] == [
+        *((1, 0.3, 71.0), (1, 1.0, 74.0)),
+        (1, 3.0, 73.5),
+    ]
+
+
+def test_the_backbone_of_drawn_birds_is_trained_first_and_every_seed_tries_all_rates(tmp_path):
+    setup = replace(setup_of(tmp_path, datasets=["plumage"], heads=["gap"]), available=("plumage",))
+    study = find_study("calibration")
+    [first] = study.plan(setup)
+    assert (first.name, first.kept) == ("plumage-plumage_net-gap-first-x1-e20-all-s0", True)
+    model = setup.out / "runs" / first.name / "model" / "model.safetensors"
+    model.parent.mkdir(parents=True)
+    model.touch()
+    jobs = study.plan(setup)
+    assert len(jobs) == 3 * (6 + 5)
+    assert {job.config.model.weights for job in jobs} == {str(model)}
+    assert {job.config.seed for job in jobs} == {0, 1, 2}
