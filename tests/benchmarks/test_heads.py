@@ -117,7 +117,7 @@ def test_every_registered_head_is_measured():
     ratio = by_name["gap"]["forward_backward_ms"] / isqrt["forward_backward_ms"]
     assert by_name["gap"]["ratio_to_isqrt"] == pytest.approx(ratio, abs=1e-3)
     assert (isqrt["vector"], by_name["gap"]["vector"], by_name["bcnn"]["vector"]) == (16 * 17 // 2, 16, 256)
-    assert {name for name, row in by_name.items() if row["solver"]} == {"mpncov", "mpncov+seb"}
+    assert {name for name, row in by_name.items() if row["solver"]} == {"hcov", "hcov+seb", "mpncov", "mpncov+seb"}
     assert by_name["mpncov"]["solver"] == "eigh"  # 25 positions for 16 channels
     assert by_name["lrbp"]["parameters"] > by_name["gap"]["parameters"] == 0
 

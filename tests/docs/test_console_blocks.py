@@ -13,7 +13,7 @@ from eigengrain.cli.parser import parse_command
 from eigengrain.recipes import list_recipes
 
 #: commands of other programs
-OTHERS = {"pip", ".", "echo", "cd", "accelerate", "torchrun", ".venv/bin/pre-commit"}
+OTHERS = {"pip", ".", "echo", "cd", "curl", "accelerate", "torchrun", ".venv/bin/pre-commit"}
 #: our programs: the words in front of a command, and the table of commands
 PROGRAMS = {
     "eigengrain": COMMANDS,
@@ -84,7 +84,8 @@ def test_other_commands_name_files_that_exist(page, words):
         targets = re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert {word for word in words[1:] if "=" not in word} <= set(targets)
     elif words[0] in ("python", "python3"):
-        assert (ROOT / words[1]).is_file()
+        script = words[2].replace(".", "/") + ".py" if words[1] == "-m" else words[1]
+        assert (ROOT / script).is_file()
     else:
         assert words[0] in OTHERS, f"{title(page)}: add {words[0]!r} to OTHERS if it is a command"
 

@@ -106,7 +106,7 @@ def test_choose_split_download_and_upload(visit, session, tmp_path):
     playwright.expect(page.locator("#parts .card.large")).to_contain_text(share)
 
     # the kinds of maps
-    page.locator("#kinds").get_by_text("guided").click()
+    page.locator("#kinds").get_by_label("pixels, guided").click()
     visit.wait_for_word("maps", "smooth,guided")
     playwright.expect(page.locator("#maps .rule")).to_have_count(2, timeout=PATIENCE)
     assert page.locator("#maps figure img").count() == 6

@@ -363,7 +363,7 @@ def test_whole_model_in_a_folder(tmp_path, name, options, shape):
     model = create_model(name, num_classes=2, **options).eval()
     model.pretrained_cfg |= {"mean": (0.1, 0.2, 0.3), "crop_pct": 1.0}
     save_pretrained(model.to(memory_format=torch.channels_last), tmp_path / "m", class_names=["wren", "Zaunkönig"])
-    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["config.json", "model.safetensors"]
+    assert sorted(p.name for p in (tmp_path / "m").iterdir()) == ["README.md", "config.json", "model.safetensors"]
     again = from_pretrained(tmp_path / "m")
     assert again.class_names == ["wren", "Zaunkönig"]
     assert again.pretrained_cfg == model.pretrained_cfg

@@ -109,7 +109,8 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
         from eigengrain.cli.commands import load
 
         recipe, note = load(command.choose_recipe)(config)
-        return parse_command(replace(command, choose_recipe=""), ["--recipe", recipe, *words])._replace(note=note)
+        chosen = parse_command(replace(command, choose_recipe=""), ["--recipe", recipe, *words])
+        return chosen._replace(command=command, note=note)
     if "print_config" in switches:
         import yaml  # type: ignore[import-untyped]
 

@@ -250,7 +250,8 @@ def _forward(xc: Tensor, *, seb: bool) -> tuple[Tensor, ...]:
         return root.y * root.scale.sqrt(), *root
     root, (s, slope) = side_by_side(lambda: roots(p), lambda: qs_by_products(p), device_of=p)
     # ‖∂s/∂X_c‖ = ‖2 (∂s/∂P) X_c‖ is at most 1; the rounding of a small s could exceed that
-    slope = slope / (2 * torch.linalg.matrix_norm(torch.bmm(slope, xc), keepdim=True)).clamp_min(1.0)
+    size = torch.bmm(slope, xc).square_().sum((-2, -1), keepdim=True).sqrt_()  # without linalg, for export
+    slope = slope / (2 * size).clamp_min(1.0)
     return root.y * ((1 + s)[:, None, None] * root.scale.sqrt()), *root, s, slope
 
 

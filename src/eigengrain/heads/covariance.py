@@ -284,6 +284,14 @@ for _name, _normalise in SYSTEMS.items():
     register_head(_name)(partial(CovarianceHead, normalise=_normalise, seb=False))
     register_head(_name + "+seb")(partial(CovarianceHead, normalise=_normalise, seb=True))
 
-# hierarchical covariance pooling: one covariance of the last two stages, with blocks within and between them
-register_head("hcov", stages=2)(partial(CovarianceHead, normalise="sqrt", seb=False))
-register_head("hcov+seb", stages=2)(partial(CovarianceHead, normalise="sqrt", seb=True))
+
+class HierarchicalCovarianceHead(CovarianceHead):
+    """MPN-COV of the stacked maps of several stages: one covariance, with blocks within and between the stages."""
+
+    @property
+    def summary(self) -> str:
+        return "Hierarchical MPN-COV: one covariance of the last two stages" + (", scaled (SEB)" if self.seb else "")
+
+
+register_head("hcov", stages=2)(partial(HierarchicalCovarianceHead, normalise="sqrt", seb=False))
+register_head("hcov+seb", stages=2)(partial(HierarchicalCovarianceHead, normalise="sqrt", seb=True))
