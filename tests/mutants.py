@@ -56,7 +56,6 @@ functional/spectral.py
 functional/sqrt_covariance.py
     (sigma > floor) → (sigma > 0)
     return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
-    device=values.device) < min(d, n - 1) → device=values.device) < min(d, n)
     * sigma * keep).sum → * sigma).sum
     accuracy < ERROR_BOUNDS → accuracy <= ERROR_BOUNDS
     q * (1 + scaling_factor → q * (scaling_factor

@@ -101,6 +101,16 @@ def test_the_table_is_the_mean_over_images(result):
         result.find("corr", "vanilla", "all")
 
 
+@pytest.mark.parametrize("normalise", m.NORMALISATIONS)
+def test_the_normalisation_of_mae_is_passed_on(net, dataset, normalise):
+    rows = survey(net, image_batches(dataset), ["last:3"], ["vanilla"], measures=["mae"], normalise=normalise).rows
+    image, label = dataset[0]
+    maps = attribute_rules(net, image[None], ["all", "last:3"], ["vanilla"], target=torch.tensor([label]))["vanilla"].maps
+    expected = m.mae(maps["last:3"].abs().amax(1), maps["all"].abs().amax(1), normalise)
+    [actual] = [row["mae"] for row in rows if (row["number"], row["subset"]) == (0, "last:3")]
+    assert actual == pytest.approx(expected.item(), rel=1e-9)
+
+
 def test_all_is_added_and_repeats_are_not(net, dataset):
     whole = survey(net, image_batches(dataset), ["last:3", "last: 3"], ["vanilla", "vanilla"], measures=["corr"])
     assert [(row.subset, row.measure) for row in whole.table] == [("last:3", "corr")]
