@@ -29,7 +29,7 @@ class StudyOptions:
             results).
         data: folder with the data sets, each in its own folder, or that of one data set; 'eigengrain datasets' shows their
             layout. A smoke run draws its images.
-        scale: smoke (a small network on drawn birds, seconds), quick (10 epochs at 224 pixels), small (15 epochs)
+        scale: smoke (a small network on drawn birds, seconds), quick (7 epochs at 224 pixels), small (15 epochs)
             or paper (the recipes of the paper).
         protocol: fair (each method at its own best classifier rate, chosen on validation images, last epoch), paper (one
             rate for all, best test epoch) or both.

@@ -58,7 +58,8 @@ class RankOneUpdatePooling(Head):
     Args:
         in_channels, reduce: as in :class:`Head`.
         iterations: K, number of power iterations.
-        epsilon: ε in (0, 1].
+        epsilon: ε in (0, 1]. With values near 1 training can be unstable: the direction, and with it the vector, changes
+            abruptly where the two largest eigenvalues are close.
         compact: sketch the second moment (:class:`TensorSketch`) instead of its upper triangle, C(C+1)/2 numbers, with
             off-diagonal entries times :math:`\sqrt2`, so that inner products are those of the whole matrix.
         out_features: length of the sketch, 8192 when None; only with ``compact``.
@@ -81,7 +82,7 @@ class RankOneUpdatePooling(Head):
         in_channels: int,
         reduce: int | None = None,
         iterations: int = 2,
-        epsilon: float = 1.0,
+        epsilon: float = 0.5,
         compact: bool = False,
         out_features: int | None = None,
         seed: int = 0,

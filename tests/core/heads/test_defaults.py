@@ -18,7 +18,7 @@ DEFAULTS = {
     "mpa": {"degree": 5},
     "mpncov+seb": {"path": "both", "factor": "qs", "subset": "all", "cut": "exact", "isometric": False},
     "mtp": {"degree": 10},
-    "run": {"iterations": 2, "epsilon": 1.0, "compact": False, "seed": 0, "resample": False, "eps": 1e-6},
+    "run": {"iterations": 2, "epsilon": 0.5, "compact": False, "seed": 0, "resample": False, "eps": 1e-6},
 }
 
 
