@@ -347,7 +347,7 @@ def test_fifty_users_for_a_minute(server):
     photos = [photograph(seed, "JPEG", (480, 480)) for seed in range(20)]
     load = asyncio.run(post(server.url, photos, visitors=50, seconds=60, every=3, hostile=100))
     assert load.failures == []
-    assert len(load.quick) > 500
+    assert len(load.quick) > 100  # everyone, several times
 
 
 def test_what_is_not_http_is_refused_or_closed(server):

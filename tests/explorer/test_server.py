@@ -251,4 +251,4 @@ def test_only_this_machine_can_be_put_under_load():
 def test_fifty_visitors(server, session):
     load = asyncio.run(visit(server.url, "seb", session.channels, 9, visitors=50, seconds=60, every=3, hostile=100))
     assert load.failures == []
-    assert len(load.whole) > 500
+    assert len(load.whole) > 100  # everyone, several times
