@@ -54,7 +54,7 @@ def main(report: str, runs: list[str]) -> None:
         for width, heights in SIZES.items():
             for theme in ("light", "dark"):
                 window = {"width": width, "height": 1000}
-                page = chromium.new_page(viewport=window, color_scheme=theme)  # type: ignore[arg-type]
+                page = chromium.new_page(viewport=window, color_scheme=theme)
                 for name, height in heights.items():
                     if name == "explorer":
                         compared = "".join(f"&other={other}" for other in second) if width > 1000 else ""
@@ -62,7 +62,7 @@ def main(report: str, runs: list[str]) -> None:
                     else:
                         page.goto((Path(report) / "report.html").resolve().as_uri())
                     part = {"x": 0, "y": 0, "width": width, "height": height}
-                    shot = page.screenshot(full_page=True, clip=part)  # type: ignore[arg-type]
+                    shot = page.screenshot(full_page=True, clip=part)
                     save(shot, FIGURES / f"{name}-{width}-{theme}.png")
                 page.close()
         chromium.close()
