@@ -1,6 +1,5 @@
 """How the documentation is built: ``make docs`` writes it to site/, and no page of it asks the network for anything."""
 
-import os
 import sys
 from importlib.metadata import version as installed_version
 from pathlib import Path
@@ -10,8 +9,6 @@ from sphinx.application import Sphinx
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE / "extensions"))
-# the help of the commands is as wide as this many characters
-os.environ["COLUMNS"] = "96"
 
 project = "eigengrain"
 author = "the authors of eigengrain"
@@ -23,6 +20,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx.ext.viewcode",
     "myst_nb",
+    "sphinx_copybutton",
     # MathJax from a local copy in place of a server's
     "sphinx-mathjax-offline",
     "command_reference",
@@ -47,6 +45,9 @@ myst_enable_extensions = ["dollarmath", "amsmath", "deflist"]
 myst_heading_anchors = 3
 # $ is mathematics in text; in the rest of a page it may be a shell's
 myst_dmath_double_inline = True
+
+# code has a button that copies it, outputs of notebooks have none
+copybutton_selector = "div:not(.output) > div.highlight pre"
 
 # outputs are in the notebooks; docs/run_notebooks.py makes them anew
 nb_execution_mode = "off"

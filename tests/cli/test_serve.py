@@ -1,5 +1,6 @@
 """``eigengrain serve``: the answers of ``predict``, 50 users at once, and hostile requests."""
 
+import asyncio
 import base64
 import gzip
 import http.client
@@ -20,6 +21,8 @@ import torch
 from PIL import Image
 
 pytest.importorskip("fastapi")
+
+from benchmarks.explorer_load import post
 
 import eigengrain as eg
 from cli.hostile_files import chunk, png
@@ -326,6 +329,25 @@ def exchange(server: Endpoint, data: bytes, shut: bool = True) -> bytes:
         except ConnectionError:
             pass
         return received
+
+
+def test_users_are_answered_while_hostile_requests_arrive(server):
+    photos = [photograph(seed, "JPEG") for seed in range(5)]
+    load = asyncio.run(post(server.url, photos, visitors=10, seconds=3.0, every=0.5, hostile=100))
+    assert load.failures == []
+    assert load.refused.total() == 100
+    assert len(load.quick) >= 20
+    assert not {"500", "502"} & set(load.refused)
+    wait_until(lambda: server._received == {})
+    assert alive(server)
+
+
+@pytest.mark.slow
+def test_fifty_users_for_a_minute(server):
+    photos = [photograph(seed, "JPEG", (480, 480)) for seed in range(20)]
+    load = asyncio.run(post(server.url, photos, visitors=50, seconds=60, every=3, hostile=100))
+    assert load.failures == []
+    assert len(load.quick) > 100  # everyone, several times
 
 
 def test_what_is_not_http_is_refused_or_closed(server):

@@ -21,8 +21,10 @@ def anchors(page: Path) -> set[str]:
 
 
 def links(page: Path) -> list[str]:
-    text = re.sub(r"^```(?!\{figure\}).*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    pictures = re.findall(r"^```\{figure\} (\S+)", text, re.MULTILINE)
+    text = re.sub(
+        r"^```(?!\{(?:figure|image)\}).*?^```$", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL
+    )
+    pictures = re.findall(r"^```\{(?:figure|image)\} (\S+)", text, re.MULTILINE)
     return [*pictures, *re.findall(r"\]\(([^)\s]+)\)", re.sub(r"`[^`\n]*`", "", text))]
 
 

@@ -7,7 +7,9 @@ import sys
 
 import pytest
 
-from docs.pages import ROOT
+from docs.pages import ROOT, blocks, prose
+from eigengrain.cli.commands import COMMANDS
+from eigengrain.options import options_of
 
 PACKAGES = ("functional", "heads", "models", "data", "training", "explain")
 
@@ -52,9 +54,23 @@ def test_make_rebuilds_every_page():
     assert {"-E", "-a", "-W"} <= set(build)
 
 
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_command_has_a_page(command):
+    """With an example of its own and its options."""
+    page = ROOT / "docs" / "commands" / f"{command.name}.md"
+    examples = [line for block in blocks(page, "console") for line in block.text.splitlines()]
+    assert any(f"eigengrain {command.name}" in line for line in examples)
+    assert f"```{{command-reference}} {command.name}\n" in page.read_text(encoding="utf-8")
+    assert len(prose(page.read_text(encoding="utf-8")).split()) > 30
+
+
+def test_every_page_of_a_command_is_of_a_command():
+    assert {page.stem for page in (ROOT / "docs" / "commands").glob("*.md")} == {command.name for command in COMMANDS}
+
+
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
-    for needed in ("sphinx", "furo", "myst_nb"):
+    for needed in ("sphinx", "furo", "myst_nb", "sphinx_copybutton"):
         pytest.importorskip(needed)
     folder = tmp_path_factory.mktemp("site")
     command = [sys.executable, "-m", "sphinx", "-q", "-W", "--keep-going", "-b", "html", str(ROOT / "docs"), str(folder)]
@@ -86,10 +102,39 @@ def test_formulas_have_a_local_mathjax(site):
 
 
 @pytest.mark.slow
-def test_the_command_reference_contains_the_help(site):
-    text = (site / "commands.html").read_text()
-    for words in ("eigengrain train", "--optimiser.classifier_lr_scale", "eigengrain doctor", "--split_at"):
-        assert words in text
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_the_reference_of_a_command_contains_its_options(site, command):
+    text = (site / "commands" / f"{command.name}.html").read_text()
+    assert f'href="commands/{command.name}.html"' in (site / "commands.html").read_text()
+    for option in options_of(command.config):
+        if option.name not in command.positional:
+            assert f"--{option.name}" in text
+            label = f"{command.name}-{option.name}".lower().translate(str.maketrans("._", "--"))
+            assert f'id="{label}"' in text
+
+
+@pytest.mark.slow
+def test_code_can_be_copied_and_outputs_cannot(site):
+    text = (site / "quickstart.html").read_text()
+    assert "copybutton.js" in text
+    assert (site / "_static" / "clipboard.min.js").is_file()
+    script = (site / "_static" / "copybutton.js").read_text()
+    assert ".highlight pre" in script
+    assert ":not(.output)" in script
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "word",
+    ["learning rate", "initialisation", "ReLU", "fine-tun", "imbalance", "confusion matrix", "HEIC", "calibration"],
+)
+def test_words_that_people_search_for_are_headings_or_index_terms(site, word):
+    headings = [
+        text for page in site.rglob("*.html") for text in re.findall(r"<h[1-4]>(.*?)<", page.read_text(), re.DOTALL)
+    ]
+    terms = re.findall(r"<a href=\"[^\"]*\">([^<]+)</a>", (site / "genindex.html").read_text())
+    headings += re.findall(r"<(?:td|li)>([^<]+)", (site / "genindex.html").read_text())
+    assert any(word.lower() in text.lower() for text in [*headings, *terms])
 
 
 @pytest.mark.slow

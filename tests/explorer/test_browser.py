@@ -261,6 +261,9 @@ def test_a_phone_shows_the_answer_first_and_the_settings_last(visit, theme):
     visit.open("?other=plain")
     tops = [page.locator(f"#{name}").bounding_box()["y"] for name in ("answer", "choose", "work", "settings")]
     assert tops == sorted(tops)
+    examples = page.locator("#gallery .thumbnail-item").evaluate_all("all => all.map(each => each.offsetTop)")
+    assert len(examples) > 1
+    assert len(set(examples)) == 1  # in one row
     assert page.evaluate("document.documentElement.scrollWidth") == 390
     assert page.evaluate("document.body.classList.contains('dark')") is (theme == "dark")
 
@@ -282,7 +285,7 @@ def test_a_perturbation_is_started_and_stopped(visit):
     assert 0 < step < 1000
     page.wait_for_timeout(500)
     assert int(note.get_attribute("data-step")) == step
-    assert page.locator("#perturbed img").count() == 3
+    assert page.locator("#perturbed .zoom img").count() == 3
 
 
 def test_hostile_uploads_get_a_message(visit, hostile_files):

@@ -331,3 +331,9 @@ def test_a_registered_head_from_outside_the_package(foreign_head, birds):
         (gradient,) = torch.autograd.grad(session.model(image)[0, analysis.predicted], image)
     map = explained.maps["vanilla"]["top:10"]
     torch.testing.assert_close(map, gradient[0].abs().amax(0), rtol=2e-3, atol=2e-3 * float(map.max()))
+
+
+def test_an_example_from_a_file_has_its_name(session, tmp_path):
+    session.images.image(0).save(tmp_path / "my bird.png")
+    images = ImageSet("mine", "test", session.classes, [0], [tmp_path / "my bird.png"], transform=session.transform)
+    assert Session("files", session.model, images).analyse("example-0").title == "my bird.png"

@@ -45,22 +45,8 @@ def subject_of(command: str, option: Option) -> str:
 
 def command_help(command: "Command", program: str) -> str:
     """The text of ``eigengrain COMMAND --help``."""
-    options = {option.name: option for option in options_of(command.config)}
     parts = [f"usage: {usage(command, program)}", _wrap(f"{command.help[:1].upper()}{command.help[1:]}.")]
-    arguments = [
-        (_placeholder(options[name], many), f"{_text(options[name])}; also as --{name}")
-        for name, many in command.positional.items()
-    ]
-    if arguments:
-        parts.append(_section("arguments", arguments))
-    subjects: dict[str, list[tuple[str, str]]] = {}
-    for option in options.values():
-        if option.name not in command.positional:
-            shown = f"--{option.name}" if option.switch else f"--{option.name} {option.metavar}"
-            subjects.setdefault(subject_of(command.name, option), []).append((shown, _text(option)))
-    groups = dict.fromkeys(option.group for option in options.values() if option.group)
-    order = ["training", *groups, *_SUBJECTS, "options"]  # the recipe comes first
-    parts += [_section(subject, subjects[subject]) for subject in sorted(subjects, key=order.index)]
+    parts += [_section(subject, rows) for subject, rows in subjects(command)]
     common = [
         (f"{f'-{short}, ' if short else ''}--{name}{f' {metavar}' if metavar else ''}", text)
         for name, short, metavar, text in COMMON
@@ -70,6 +56,22 @@ def command_help(command: "Command", program: str) -> str:
     if command.examples:
         parts.append(_examples(command.examples))
     return "\n\n".join(parts) + "\n"
+
+
+def subjects(command: "Command") -> list[tuple[str, list[tuple[str, str]]]]:
+    """The arguments and options of a command by subject, each with its text; not those that every command has."""
+    options = {option.name: option for option in options_of(command.config)}
+    rows: dict[str, list[tuple[str, str]]] = {}
+    for name, many in command.positional.items():
+        text = f"{_text(options[name])}; also as --{name}"
+        rows.setdefault("arguments", []).append((_placeholder(options[name], many), text))
+    for option in options.values():
+        if option.name not in command.positional:
+            shown = f"--{option.name}" if option.switch else f"--{option.name} {option.metavar}"
+            rows.setdefault(subject_of(command.name, option), []).append((shown, _text(option)))
+    groups = dict.fromkeys(option.group for option in options.values() if option.group)
+    order = ["arguments", "training", *groups, *_SUBJECTS, "options"]  # the recipe comes first
+    return [(subject, rows[subject]) for subject in sorted(rows, key=order.index)]
 
 
 def usage(command: "Command", program: str) -> str:

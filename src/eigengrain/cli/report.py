@@ -471,8 +471,8 @@ def data_facts(trained: "TrainedModel", measured: Measured, config: Report) -> d
 
 
 def _problem_table(problems: "Sequence[Problem]") -> TableData:
-    lines = [[Cell(printable(text)) for text in (p.path, p.split, p.kind, p.reason)] for p in problems]
-    return TableData("Problems of the images", ["image", "split", "problem", "details"], lines, words=[1, 2, 3])
+    lines = [[Cell(printable(text)) for text in (p.path, p.kind, p.reason, p.split)] for p in problems]
+    return TableData("Problems of the images", ["image", "problem", "details", "split"], lines, words=[1, 2, 3])
 
 
 # --- charts ---------------------------------------------------------------------------------------------------------

@@ -179,7 +179,7 @@ class Page:
         ]
 
     def others(self, session: Session) -> list[tuple[str, str]]:
-        return [("no other model", ""), *((name, name) for name in self.sessions if name != session.name)]
+        return [("none", ""), *((name, name) for name in self.sessions if name != session.name)]
 
     def classes(self, session: Session) -> list[tuple[str, int]]:
         return [(name, number) for number, name in enumerate(session.images.classes)]

@@ -34,6 +34,7 @@ from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet
 from eigengrain.models.calibration import decode_subspace, familiarity
 from eigengrain.names import RULES
+from eigengrain.text import printable
 from eigengrain.training.calibration import UNSURE, find_doubts, rejection_threshold
 
 _log = logging.getLogger(__name__)
@@ -280,7 +281,8 @@ class Session:
             problem = f"must be {EXAMPLE}0 to {EXAMPLE}{len(self.images) - 1}, or an upload that is still in memory"
             raise ArgumentError("image", problem, key[: limits.MAX_TEXT])
         image, label = self.images[number]
-        title = f"{self.images.name} {self.images.split} {number}"
+        file = self.images.path(number)
+        title = f"{self.images.name} {self.images.split} {number}" if file is None else printable(file.name)
         return self._analyse(key, title, image, label if self.labelled else None)
 
     def upload(self, image: Image.Image, title: str) -> Analysis:
