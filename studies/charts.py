@@ -172,10 +172,11 @@ def draw_rates(panels: Mapping[str, Mapping[str, Any]], scaled: bool, path: Path
 
 
 def _rate_ticks(rates: Sequence[float]) -> list[float]:
-    """1, 3, 10, 30 and so on between the rates, or the rates if there are few."""
+    """1, 3, 10, 30 and so on between the rates, without the 3 if there are many, or the rates if there are few."""
     low, high = min(rates), max(rates)
+    digits = (1, 3) if high / low < 1e4 else (1,)
     decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in (1, 3) if low <= digit * 10.0**decade <= high]
+    ticks = [float(f"{digit}e{decade}") for decade in decades for digit in digits if low <= digit * 10.0**decade <= high]
     return ticks if len(ticks) > 1 else sorted(set(rates))
 
 
