@@ -74,6 +74,24 @@ def test_failed_recordings_warn_and_call_the_function(recorder, monkeypatch):
     assert torch.equal(recorder(torch.ones(2)), torch.full((2,), 2.0))
 
 
+def test_a_pool_that_the_allocator_has_freed_is_replaced(recorder, monkeypatch):
+    handles = iter(range(9))
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: next(handles))
+    graphs._pool.cache_clear()
+
+    class Refused(Recording):
+        def __init__(self, *arguments):
+            if graphs._pool(torch.device("cpu"), 0) == 0:
+                raise RuntimeError("use_count > 0")
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(graphs, "_Recording", Refused)
+    for _ in range(4):
+        assert torch.equal(recorder(torch.ones(2)), torch.full((2,), 2.0))
+    assert Refused.made == 1
+    graphs._pool.cache_clear()
+
+
 def test_on_the_cpu_the_function_is_called():
     plain = graphs.replayed(lambda x: x + 1)
     assert torch.equal(plain(torch.zeros(2)), torch.ones(2))

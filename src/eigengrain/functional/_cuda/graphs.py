@@ -101,6 +101,11 @@ def side_by_side(first: Callable[[], A], second: Callable[[], B], device_of: Ten
 def _record(function: Callable[..., Any], tensors: tuple[Tensor, ...], options: dict[str, Any]) -> _Recording | None:
     try:
         return _Recording(function, tensors, options)
+    except RuntimeError:
+        # the allocator frees a pool with its last recording, and refuses it from then on
+        _pool.cache_clear()
+    try:
+        return _Recording(function, tensors, options)
     except RuntimeError as error:  # out of memory, or a library that cannot be captured
         warnings.warn(f"CUDA graph not recorded, kernels are launched one by one ({error})", stacklevel=3)
         return None
