@@ -29,6 +29,16 @@ def centre(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return x.sub_(x.mean(-1, keepdim=True)).mul_(1 / math.sqrt(x.shape[-1]))
 
 
+def centre_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """:func:`centre`, in float32 divided by a power of two (B, 1), which is returned, so that squares stay in its range."""
+    if dtype == torch.float64:
+        return centre(x, dtype), None
+    x = to_compute(x.flatten(2).contiguous(), dtype)
+    largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
+    scale = largest.log2().floor().clamp(-120, 120).exp2()
+    return centre(x * (1 / scale).unsqueeze(-1), dtype), scale
+
+
 def outer_product(xc: Tensor) -> Tensor:
     """X Xᵀ (B, d, d) of (B, d, N), without gradient.
 

@@ -62,7 +62,7 @@ def _single_threaded() -> None:
 
 
 @lru_cache(maxsize=1)
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+def workers(threads: int, process: int) -> ThreadPoolExecutor:
     """Thread pool of this process; a forked child inherits the parent's pool without its threads."""
     # each worker runs LAPACK on one thread: splitting a batch of small problems is faster than splitting each of them
     pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=_single_threaded)
@@ -76,9 +76,12 @@ def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
     """``torch.linalg.eigh``, which loops over a batch; on the CPU the batch is distributed over threads."""
     threads = min(torch.get_num_threads(), p.shape[0])
     if p.device.type != "cpu" or threads < 2 or p.shape[-1] < 32:
-        values, vectors = torch.linalg.eigh(p)
+        try:
+            values, vectors = torch.linalg.eigh(p)
+        except NotImplementedError:  # on MPS, depending on the version of torch
+            return _solve_cpu(p)
         return values, vectors
-    chunks = list(_workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
+    chunks = list(workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # LAPACK's rows are contiguous
 
 
