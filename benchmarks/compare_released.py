@@ -21,9 +21,11 @@ from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import Layer
+from benchmarks.solvers import conditioned_features
 from eigengrain.environment import pick_device
 from eigengrain.errors import FileError
 from eigengrain.functional import isqrt_covariance, sqrt_covariance, triu_vector
+from eigengrain.functional.inputs import check_number
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class CompareReleased(measure.Bench):
         batch: feature maps in a batch.
         channels: channels of the feature map.
         side: side of the square feature map.
+        condition: condition number κ(P) of the features. Small singular values are decomposed again in float32, which takes
+            longer the more of them there are; by default the features are noise after a ReLU, which has none.
     """
 
     fast_mpn_cov: str | None = None
@@ -43,11 +47,14 @@ class CompareReleased(measure.Bench):
     batch: int = 10
     channels: int = 256
     side: int = 28
+    condition: float | None = None
     repeats: int = 21
 
     def __post_init__(self) -> None:
         super().__post_init__()
         measure.check_sizes(self, "batch", "channels", "side")
+        if self.condition is not None:
+            check_number(self.condition, "condition", 1)
 
 
 def accept_dashes(words: Sequence[str]) -> list[str]:
@@ -101,7 +108,11 @@ def run(config: CompareReleased) -> None:
     path = config.path("released", device)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(config.batch, config.channels, config.side, config.side, generator=generator)
-    x = x.relu().to(device).requires_grad_()
+    x = x.relu()
+    if config.condition is not None:
+        x = conditioned_features(config.condition, config.channels, config.side**2, config.batch, generator).features
+        x = x.float().unflatten(-1, (config.side, config.side))
+    x = x.to(device).requires_grad_()
 
     def work(layer: Layer) -> float:
         return measure.seconds(lambda: torch.autograd.grad(layer(x).sum(), x), device)
@@ -120,6 +131,7 @@ def run(config: CompareReleased) -> None:
             "layer": name,
             **measure.pick(config, "batch", "channels"),
             "positions": config.side**2,
+            "condition": config.condition,
             "repeats": config.repeats,
             "forward_backward_ms": round(ms, 4),
             "fastest_ms": round(1e3 * min(times[name]), 4),

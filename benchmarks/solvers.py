@@ -220,8 +220,9 @@ PEAKS: dict[str, dict[str, float]] = {
     "rtx4090": {"float32": 82.6e12, "float64": 1.29e12},
     "m3max": {"float32": 14.2e12, "float64": 0.0},
 }
-#: assumed share of the peak: half of it for products, and what the batched eigensolver reaches on an H200 in float32
-PRODUCTS, EIGEN = 0.5, 0.025
+#: assumed shares of the peak. Products reach half of it. In float32 the batched eigensolver reaches what it does on an
+#: H200, where it waits for memory and launches; in float64 a device with few float64 units waits for these.
+PRODUCTS, EIGEN = 0.5, {"float32": 0.025, "float64": 0.25}
 
 
 def routes_for(channels: int, positions: int) -> list[Route]:
@@ -282,7 +283,7 @@ def count_flops(channels: int, positions: int) -> list[Row]:
         row: Row = case | {"eigen_mflop": round(eigen / 1e6), "product_mflop": round((total - eigen) / 1e6)}
         for device, rates in PEAKS.items():
             peak = rates[route.dtype]
-            seconds = 32 * ((total - eigen) / PRODUCTS + eigen / EIGEN) / peak if peak else None
+            seconds = 32 * ((total - eigen) / PRODUCTS + eigen / EIGEN[route.dtype]) / peak if peak else None
             row[f"{device}_ms"] = None if seconds is None else round(1e3 * seconds, 1)
         rows.append(row)
     return rows

@@ -28,10 +28,10 @@ _LEVELS, _FIXED_LEVELS = 3, 1
 
 
 def length_floor(lengths: Tensor, channels: int) -> Tensor:
-    r"""Threshold at or below which lengths of rows of :math:`U^T X_c` are zero up to rounding, :math:`4\sqrt d\,\varepsilon\,\sigma_1`.
+    r"""Threshold at or below which lengths of rows of :math:`U^T X_c` are zero, :math:`4\sqrt d\,\varepsilon\,\sigma_1`.
 
-    The counterpart of :func:`eigengrain.functional.rounding_floor` for float32, where lengths are measured on the features
-    and not squared. Products of d terms leave up to 1.6 √d ε σ_1 for exact zeros. The lengths are (*, r), the result is (*, 1).
+    The counterpart of :func:`eigengrain.functional.rounding_floor` in float32, where lengths are measured on the features
+    and not squared. For exact zeros products of d terms leave up to 1.6 √d ε σ_1. Lengths are (*, r), the result is (*, 1).
     """
     return 4 * math.sqrt(channels) * torch.finfo(lengths.dtype).eps * lengths.amax(-1, keepdim=True)
 
@@ -50,7 +50,8 @@ def resolve(rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.library.custom_op("eigengrain::resolve", mutates_args=())
 def _resolve_op(rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    out_rows, out_y = (t.reshape(-1, *t.shape[-2:]).clone(memory_format=torch.contiguous_format) for t in (rows, y))
+    with torch.inference_mode(False):  # a worker could not write to tensors made in the inference mode of the caller
+        out_rows, out_y = (t.reshape(-1, *t.shape[-2:]).clone(memory_format=torch.contiguous_format) for t in (rows, y))
     threads = min(torch.get_num_threads(), len(out_y))
     if threads < 2 or y.shape[-2] < 32:
         list(map(_resolve_sample, out_rows, out_y))

@@ -1,7 +1,8 @@
 """Checks of the input, and the precision that the functions of this package compute in.
 
 Spectral functions of a covariance compute in float64: the square root of one with condition number 1e12 has no correct
-digit in float32. The square root of features also computes in float32, see :func:`choose_dtype`. The output is float64 if the input is float64, and float32 otherwise.
+digit in float32. The square root of features also computes in float32, see :func:`choose_dtype`. The output is float64 if
+the input is float64, and float32 otherwise.
 """
 
 import warnings
@@ -63,7 +64,7 @@ def choose_dtype(device: torch.device | str, dtype: torch.dtype = torch.float32)
     """The working precision of ``dtype="auto"`` for features of a dtype on a device: a fixed rule.
 
     1. float64 for float64 features.
-    2. float64 on CUDA devices that compute it at half of their float32 rate: compute capability 6.0, 7.0, 8.0, 9.0 and 10.0.
+    2. float64 on CUDA devices that compute it at half of their float32 rate: compute capability 6.0, 7.0, 8.0, 9.0, 10.0.
     3. float32 otherwise: on other GPUs, which have 1/32 or 1/64 of the rate, on MPS, which has no float64, and on a CPU,
        where it takes about two thirds of the time.
 

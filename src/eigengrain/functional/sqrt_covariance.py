@@ -278,7 +278,9 @@ def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) 
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
     if dtype == torch.float32 and solver == "products":
-        raise ArgumentError("solver", "must not be 'products' in torch.float32, where they diverge", solver, "use solver='eigh'")
+        raise ArgumentError(
+            "solver", "must not be 'products' in torch.float32, where they diverge", solver, "use solver='eigh'"
+        )
     if solver != "auto":
         return solver
     batch, channels, *size = x.shape

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+from typing import ClassVar
 
 import pytest
 import torch
@@ -149,7 +150,7 @@ class TestAccuracy:
 class RefuseFloat64(TorchDispatchMode):
     """Raises at a float64 tensor, as MPS does; it also looks into the operators of this package."""
 
-    inside = {"eigengrain::eigh": eigen._eigh_op, "eigengrain::resolve": _resolve_op}
+    inside: ClassVar = {"eigengrain::eigh": eigen._eigh_op, "eigengrain::resolve": _resolve_op}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -163,13 +164,22 @@ class RefuseFloat64(TorchDispatchMode):
         return out
 
 
+def with_threads(number):
+    threads = torch.get_num_threads()
+    torch.set_num_threads(number)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def one_thread():
     """Modes do not reach other threads."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+    yield from with_threads(1)
+
+
+@pytest.fixture
+def two_threads():
+    yield from with_threads(2)
 
 
 class TestWithoutFloat64:
@@ -288,9 +298,13 @@ class TestOperator:
 
 @pytest.mark.parametrize("dtype", [F32, F64])
 @pytest.mark.parametrize("solver", ["eigh", "gram", "svd"])
-def test_inference_gives_the_same_values(solver, dtype):
+def test_inference_gives_the_same_values(solver, dtype, two_threads):
     """Without gradients Vᵀ is not computed."""
-    x = torch.randn(2, 6, 5)
+    for x in (torch.randn(2, 6, 5), features(40, 90, log_spectrum(40, 1e8), batch=2).float()):
+        check_inference(x, solver, dtype)
+
+
+def check_inference(x, solver, dtype):
     recorded = sqrt_covariance(x.clone().requires_grad_(), True, solver=solver, dtype=dtype).detach()
     assert torch.equal(sqrt_covariance(x, True, solver=solver, dtype=dtype), recorded)
     with torch.inference_mode():
