@@ -2,13 +2,13 @@ r"""The factors :math:`X_c = U Y` of features in float32, U orthogonal and the r
 
 The covariance squares the condition number: in float32 its eigenvectors are lost where :math:`\sigma_j` is below a few
 thousandths of :math:`\sigma_1`. The rows :math:`Y = U^T X_c` still contain those directions, mixed with each other and with
-a little of the larger ones. Rows that are shorter than 1/32 of the longest are therefore made orthogonal to the longer
-ones, and their own covariance, whose largest eigenvalue is a thousand times smaller, is decomposed again:
+a little of the larger ones. Rows that are shorter than 1/64 of the longest are therefore made orthogonal to the longer
+ones, and their own covariance, whose largest eigenvalue is 4096 times smaller, is decomposed again:
 
 .. math:: W = Y_2 Y_1^T \Sigma_1^{-2}, \qquad Y_2 \leftarrow Z^T (Y_2 - W Y_1), \qquad Y_1 \leftarrow Y_1 + W^T Y_2,
 
 with Z the eigenvectors of the covariance of :math:`Y_2 - W Y_1`, and the same for the rows of :math:`U^T`. W is of the
-order of :math:`32^2 \varepsilon`, so that U stays orthogonal. No gap between eigenvalues is divided by.
+order of :math:`64^2 \varepsilon`, so that U stays orthogonal. No gap between eigenvalues is divided by.
 """
 
 import math
@@ -18,13 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from eigengrain.functional.eigen import decompose, workers
+from eigengrain.functional.eigen import all_finite, decompose, workers
 from eigengrain.functional.inputs import LinAlgError
 
 #: a level decomposes again the rows that are shorter than this power of the longest one
-_STEP = 2.0**-5
+_STEP = 2.0**-6
 #: levels on a CPU, where only the rows in question are decomposed, and elsewhere, where the sizes are fixed
-_LEVELS, _FIXED_LEVELS = 3, 1
+_LEVELS, _FIXED_LEVELS = 2, 1
 
 
 def length_floor(lengths: Tensor, channels: int) -> Tensor:
@@ -39,7 +39,7 @@ def length_floor(lengths: Tensor, channels: int) -> Tensor:
 def resolve(rows: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Orthogonal ``rows`` of Uᵀ (B, m, m) and Y = UᵀX_c (B, m, n), resolved and in descending order of the lengths of Y.
 
-    A CPU decomposes the rows in question, at most three times. Other devices would have to wait for their number: they
+    A CPU decomposes the rows in question, at most twice. Other devices would have to wait for their number: they
     decompose the whole matrix, with the other rows masked, once.
     """
     if y.device.type != "cpu":
@@ -95,7 +95,9 @@ def _resolve_sample(rows: Tensor, y: Tensor) -> None:
         w = g[:, :begin] / lengths[:begin].square()
         try:
             z = torch.linalg.eigh(g[:, begin:] - w @ g[:, :begin].mT)[1].flip(-1).mT
-        except LinAlgError:  # the rows are orthogonal as far as the first decomposition has made them so
+        except LinAlgError:
+            return
+        if not all_finite(z):  # the rows are orthogonal as far as the first decomposition has made them so
             return
         change = torch.cat([-(z @ w), z], -1)
         for t in (rows, y):

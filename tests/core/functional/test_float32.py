@@ -67,14 +67,14 @@ class TestAccuracy:
     @pytest.mark.parametrize("shape", [(64, 200), (80, 64), (64, 65)])
     @pytest.mark.parametrize("name", spectra(8))
     def test_against_float64(self, name, shape, form):
-        """Measured: at most 8e-6 and 6e-4 on a CPU; the other form is less accurate far below 1e-6 of the largest λ."""
+        """The form of other devices, with one level, is less accurate where σ is far below 1e-3 of the largest."""
         d, n = shape
         x = features(d, n, spectra(min(d, n - 1))[name], seed=1, batch=2).float()
         g = upstream(x)
         (q, dx), (exact, slope) = both(x, g), both(x.double(), g, solver="svd")
-        assert relative(q, exact) <= (1e-5 if form == "cpu" else 1e-4)
-        one_level = form != "cpu" and name in ("1e8", "1e10", "steep power law")
-        assert relative(dx, slope) <= (0.1 if one_level else 1e-3)
+        assert relative(q, exact) <= 2e-5
+        loose = name in ("1e10", "steep power law")
+        assert relative(dx, slope) <= (1e-3 if not loose else 5e-3 if form == "cpu" else 0.05)
 
     @pytest.mark.parametrize("seb", [False, True])
     @pytest.mark.parametrize("kappa", [1e2, 1e6])
@@ -84,7 +84,7 @@ class TestAccuracy:
             g = upstream(x)
             (q, dx), (exact, slope) = both(x, g, seb=seb), both(x.double(), g, seb=seb, solver="svd")
             assert relative(q, exact) <= 1e-5
-            assert relative(dx, slope) <= 1e-4
+            assert relative(dx, slope) <= 2e-4
 
     @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e12, 1e30])
     @pytest.mark.parametrize("seb", [False, True])
@@ -309,3 +309,11 @@ def check_inference(x, solver, dtype):
     assert torch.equal(sqrt_covariance(x, True, solver=solver, dtype=dtype), recorded)
     with torch.inference_mode():
         assert torch.equal(sqrt_covariance(x, True, solver=solver, dtype=dtype), recorded)
+
+
+def test_eigenvectors_that_lapack_returns_as_nan_are_repaired():
+    """Two positions that differ by the smallest float16 number in some of 64 channels: a rank of 1."""
+    x = torch.randint(-1, 2, (200, 64, 1), generator=generator(0)) * torch.tensor([1.0, -1.0])
+    q = sqrt_covariance(x * 2.0**-24, solver="eigh")
+    assert q.isfinite().all()
+    assert relative(q, sqrt_covariance(x.double() * 2.0**-24)) < 1e-5
