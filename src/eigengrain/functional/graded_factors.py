@@ -89,7 +89,7 @@ def _resolve_sample(rows: Tensor, y: Tensor) -> None:
         longest = float(lengths[0])
         end = int((lengths > length_floor(lengths, len(y))).sum())
         begin = int((lengths > _STEP**level * longest).sum())
-        if end - begin < 2:
+        if end <= begin:
             return
         g = y[begin:end] @ y[:end].mT
         w = g[:, :begin] / lengths[:begin].square()

@@ -225,8 +225,8 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cu
     dx = dx.sub_(dx.mean(-1, keepdim=True))
     if dx.dtype == torch.float64 or (keep.dtype == torch.bool and cut == "exact"):
         return dx
-    # In float32 the vectors of very small σ are not quite orthogonal, and may carry the gradient above its bound: by 1e-4 in
-    # one of 10,000 random samples. It is then scaled down to the bound.
+    # In float32 the vectors of very small σ are not quite orthogonal. They may carry the gradient above its bound, by 1e-4
+    # in one of 10,000 random samples. It is then scaled down to the bound.
     bound = math.sqrt(0.5) * scale
     if seb:
         bound = bound + torch.linalg.vector_norm(sigma * keep, dim=-1, keepdim=True)

@@ -252,16 +252,16 @@ class TestOperator:
         for one, two in zip(alone, both(x, g), strict=True):
             assert relative(two, one) < 1e-3
 
-    def test_rows_are_orthogonal(self, form):
-        """Also where singular values are far below the first."""
-        sigma = tail(40, 1e-3, 1e4)
+    @pytest.mark.parametrize("name", ["far below the first", "1e8"])
+    def test_rows_are_orthogonal(self, name, form):
+        sigma = spectra(40)[name]
         x = (features(40, 90, sigma, seed=6) / math.sqrt(90)).float()
         rows = torch.linalg.eigh(x @ x.mT)[1].flip(-1).mT
         rows, y = sqrt_module.resolve(rows, rows @ x)
         assert (rows @ rows.mT - torch.eye(40)).abs().max() < 1e-5
         lengths = y.norm(dim=-1)
         v = y / lengths[..., None]
-        assert (v @ v.mT - torch.eye(40)).abs().max() < 0.02
+        assert (v @ v.mT - torch.eye(40)).abs().max() < 0.03
         assert torch.allclose(lengths[0].double(), sigma, rtol=1e-2)
         assert (lengths.diff() <= 0).all()
         assert (lengths > length_floor(lengths, 40)).all()
