@@ -34,6 +34,7 @@ functional/eigen.py
     _eigh_op(p.movedim(in_dims[0], 0), backend) → _eigh_op(p, backend)
     torch.linalg.eigh(item.cpu().double()) → torch.linalg.eigh(item.cpu())
 functional/graded_factors.py
+    if end <= begin: → if end <= begin + 1:
     z = torch.linalg.eigh(g[:, begin:] - w → z = torch.linalg.eigh(g[:, begin:] + 1e-3 * w
     t[:begin].addmm_(w.mT, t[begin:end]) → t[:begin].add_(0)
     change = torch.cat([-(z @ w), z], -1) → change = torch.cat([0 * (z @ w), z], -1)
@@ -64,9 +65,7 @@ functional/spectral.py
     _evaluate(P.detach(), SquareRoot() → _evaluate(P, SquareRoot()
 functional/sqrt_covariance.py
     (sigma > floor) → (sigma > 0)
-    dx = dx.sub_(dx.mean(-1, keepdim=True)) → dx = dx
-    bound = math.sqrt(0.5) * scale → bound = scale
-    = _orthogonal_rows(xc, min(d, n - 1), d, d) → = _orthogonal_rows(xc, min(d, n), d, d)
+    return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
     within & (lengths > length_floor → within & (lengths > 0 * length_floor
     sigma = sigma * scale → sigma = sigma
     * sigma * keep).sum → * sigma).sum

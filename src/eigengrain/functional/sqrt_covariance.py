@@ -202,8 +202,7 @@ class _Root(torch.autograd.Function):
 def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cut: str, seb: bool) -> Tensor:
     """∂l/∂X (B, d, N) from ∂l/∂Q, or from ∂l/∂A with ``seb``; ``keep`` and ``outside`` as in :func:`_kept`."""
     u, sigma, vt = factors
-    g = symmetric(grad).to(u.dtype)
-    gu = g @ u  # (B, d, r)
+    gu = symmetric(grad).to(u.dtype) @ u  # (B, d, r)
     c = u.mT @ gu  # (B, r, r)
     # A full U would give 2 U (C ∘ R) Vᵀ. At short rank U is thin, and for directions i outside it R_ij = 1 where j is kept:
     # with (I − UUᵀ) G U for those, both cases are 2 [G U keep + U (C ∘ (R − 1 keepᵀ))] Vᵀ.
@@ -222,17 +221,7 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cu
     left = (u @ inner).add_(gu).mul_((scale / math.sqrt(vt.shape[-1])).unsqueeze(-1))
     dx = left @ vt
     # the mean is projected out again: rows of Vᵀ next to the null space are centred only up to rounding
-    dx = dx.sub_(dx.mean(-1, keepdim=True))
-    if dx.dtype == torch.float64 or (keep.dtype == torch.bool and cut == "exact"):
-        return dx
-    # In float32 the vectors of very small σ are not quite orthogonal. They may carry the gradient above its bound, by 1e-4
-    # in one of 10,000 random samples. It is then scaled down to the bound.
-    bound = math.sqrt(0.5) * scale
-    if seb:
-        bound = bound + torch.linalg.vector_norm(sigma * keep, dim=-1, keepdim=True)
-    limit = bound * torch.linalg.vector_norm(g, dim=(-2, -1)).unsqueeze(-1) / math.sqrt(vt.shape[-1])
-    size = torch.linalg.vector_norm(dx, dim=(-2, -1)).unsqueeze(-1)
-    return dx.mul_(torch.where(size > limit, limit / size, 1.0).unsqueeze(-1))
+    return dx.sub_(dx.mean(-1, keepdim=True))
 
 
 #: largest batch × channels at which matrix products are faster than cuSOLVER's batched eigensolver

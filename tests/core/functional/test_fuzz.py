@@ -39,8 +39,8 @@ def test_the_program_reports_and_repeats_one_batch(monkeypatch, capsys):
     assert capsys.readouterr().out.splitlines()[-1] == "it"
 
 
-def test_a_float32_gradient_that_rounding_carries_above_its_bound(monkeypatch):
-    """A sample in which nearly parallel vectors of tiny singular values exceed the bound by 9e-5, if nothing is done."""
+def test_a_single_tiny_singular_value_in_float32(monkeypatch):
+    """It must be made orthogonal to the others too: otherwise a gradient exceeded its bound by 9e-5."""
     monkeypatch.setattr(fuzz, "ROUTES", fuzz.LOW[:2])
     tally = fuzz.fuzz(1, seed=11, only=622)["gram-float32"]
     assert tally.samples == 12
