@@ -98,3 +98,26 @@ def draw_gradients(errors: pd.DataFrame, ratios: pd.DataFrame, path: Path) -> No
         right.yaxis.set_major_formatter("{x:g}")
         figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
         figure.savefig(path, dpi=200)
+
+
+def draw_errors(rows: Sequence[Row], path: Path) -> None:
+    """Errors of the matrix and of the gradient over the condition number, one line per solver and precision."""
+    frame = pd.DataFrame(rows)
+    frame = frame[(frame["note"] == "") & (frame["solver"] != "auto")]  # auto is one of the others
+    with style():
+        figure = Figure(figsize=(7.4, 3.4), layout="constrained")
+        panels = zip(figure.subplots(1, 2), ("forward_error", "gradient_error"), ("A", "∂l/∂X"), strict=True)
+        for axes, column, what in panels:
+            lines = frame.groupby(["solver", "dtype"], sort=False)
+            for ((solver, dtype), line), colour, marker in zip(lines, COLOURS, MARKERS, strict=False):
+                look = {
+                    "linestyle": "-" if dtype == "float64" else "--",
+                    "mfc": colour if dtype == "float64" else "#ffffff",
+                }
+                axes.plot(line["condition"], line[column], color=colour, marker=marker, label=f"{solver}, {dtype}", **look)
+            axes.set_xscale("log")
+            axes.set_yscale("log")
+            axes.set_xlabel("condition number κ(P)")
+            axes.set_title(f"relative error of {what}")
+        figure.legend(*axes.get_legend_handles_labels(), loc="outside lower center", ncols=4, frameon=False)
+        figure.savefig(path, dpi=200)

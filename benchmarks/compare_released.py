@@ -1,8 +1,10 @@
 """Our SEB layer against released code, forward and backward, in one run, on the same float32 features.
 
-The layers: ``ours``, triu_vector(sqrt_covariance(x, seb=True)), in float64 inside; ``ours-mpncov``, the same without the
-branch; ``ours-isqrt``, triu_vector(isqrt_covariance(x)), 5 Newton–Schulz steps, in float64 inside; ``newton-schulz``, the
-released covariance, 5 steps and upper triangle, in float32; ``released-seb``, the released SEB module, in float64 inside.
+The layers: ``ours``, triu_vector(sqrt_covariance(x, seb=True)), with the default precision; ``ours-float64`` and
+``ours-float32``, the same with one of them; ``ours-mpncov``, without the branch; ``ours-inference``, without gradients;
+``ours-isqrt``, triu_vector(isqrt_covariance(x)), 5 Newton–Schulz steps, in float64 inside; ``plain-newton-schulz``, 5 steps
+in float32 with automatic differentiation, in ten lines; ``newton-schulz``, the released covariance, 5 steps and upper
+triangle, in float32; ``released-seb``, the released SEB module, in float64 inside.
 """
 
 import importlib.util
@@ -15,12 +17,15 @@ from statistics import median
 from types import ModuleType
 
 import torch
+from torch import Tensor
 
 from benchmarks import measure
 from benchmarks.measure import Layer
+from benchmarks.solvers import conditioned_features
 from eigengrain.environment import pick_device
-from eigengrain.errors import ArgumentError, FileError
+from eigengrain.errors import FileError
 from eigengrain.functional import isqrt_covariance, sqrt_covariance, triu_vector
+from eigengrain.functional.inputs import check_number
 
 
 @dataclass(frozen=True)
@@ -28,11 +33,13 @@ class CompareReleased(measure.Bench):
     """Compare our layers with released code, in turn.
 
     Args:
-        fast_mpn_cov: checkout of fast-MPN-COV, with the Newton–Schulz root of iSQRT-COV.
+        fast_mpn_cov: checkout of fast-MPN-COV, with the Newton–Schulz root of iSQRT-COV; without it that row is left out.
         differentiable_svd: checkout of DifferentiableSVD, with the SEB of the paper, which needs CUDA.
         batch: feature maps in a batch.
         channels: channels of the feature map.
         side: side of the square feature map.
+        condition: condition number κ(P) of the features. Small singular values are decomposed again in float32, which takes
+            longer the more of them there are; by default the features are noise after a ReLU, which has none.
     """
 
     fast_mpn_cov: str | None = None
@@ -40,11 +47,14 @@ class CompareReleased(measure.Bench):
     batch: int = 10
     channels: int = 256
     side: int = 28
+    condition: float | None = None
     repeats: int = 21
 
     def __post_init__(self) -> None:
         super().__post_init__()
         measure.check_sizes(self, "batch", "channels", "side")
+        if self.condition is not None:
+            check_number(self.condition, "condition", 1)
 
 
 def accept_dashes(words: Sequence[str]) -> list[str]:
@@ -63,18 +73,34 @@ def load(checkout: str, file: str) -> ModuleType:
     return module
 
 
+def plain_newton_schulz(x: Tensor, steps: int = 5) -> Tensor:
+    """The covariance, coupled Newton–Schulz steps on P/tr P, and the upper triangle, as plain products for autograd."""
+    x = x.flatten(2)
+    x = x - x.mean(-1, keepdim=True)
+    p = x @ x.mT / x.shape[-1]
+    trace = p.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
+    y, z = p / trace, None
+    eye = torch.eye(p.shape[-1], device=p.device)
+    for step in range(steps):
+        t = 1.5 * eye - 0.5 * (y if z is None else z @ y)
+        y, z = y @ t, None if step == steps - 1 else t if z is None else t @ z
+    return triu_vector(y * trace.sqrt())
+
+
 def run(config: CompareReleased) -> None:
     """``python -m benchmarks compare_released``."""
     device = pick_device(config.device)
-    if config.fast_mpn_cov is None:
-        raise ArgumentError("fast_mpn_cov", "must be a checkout of fast-MPN-COV", config.fast_mpn_cov)
-    mpncov = load(config.fast_mpn_cov, "MPNCOV.py")
     named: dict[str, Layer] = {
         "ours": lambda x: triu_vector(sqrt_covariance(x, seb=True)),
+        "ours-float64": lambda x: triu_vector(sqrt_covariance(x, seb=True, dtype=torch.float64)),
+        "ours-float32": lambda x: triu_vector(sqrt_covariance(x, seb=True, dtype=torch.float32)),
         "ours-mpncov": lambda x: triu_vector(sqrt_covariance(x)),
         "ours-isqrt": lambda x: triu_vector(isqrt_covariance(x)),
-        "newton-schulz": lambda x: mpncov.TriuvecLayer(mpncov.SqrtmLayer(mpncov.CovpoolLayer(x), 5)),
+        "plain-newton-schulz": plain_newton_schulz,
     }
+    if config.fast_mpn_cov is not None:
+        mpncov = load(config.fast_mpn_cov, "MPNCOV.py")
+        named["newton-schulz"] = lambda x: mpncov.TriuvecLayer(mpncov.SqrtmLayer(mpncov.CovpoolLayer(x), 5))
     if config.differentiable_svd and device.type == "cuda":
         named["released-seb"] = load(config.differentiable_svd, "SEB.py").SEB(input_dim=config.channels).to(device)
     elif config.differentiable_svd:
@@ -82,12 +108,20 @@ def run(config: CompareReleased) -> None:
     path = config.path("released", device)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(config.batch, config.channels, config.side, config.side, generator=generator)
-    x = x.relu().to(device).requires_grad_()
+    x = x.relu()
+    if config.condition is not None:
+        x = conditioned_features(config.condition, config.channels, config.side**2, config.batch, generator).features
+        x = x.float().unflatten(-1, (config.side, config.side))
+    x = x.to(device).requires_grad_()
 
     def work(layer: Layer) -> float:
         return measure.seconds(lambda: torch.autograd.grad(layer(x).sum(), x), device)
 
-    works = {name: partial(work, layer) for name, layer in named.items()}
+    def infer() -> float:
+        with torch.inference_mode():
+            return measure.seconds(lambda: named["ours"](x), device)
+
+    works = {name: partial(work, layer) for name, layer in named.items()} | {"ours-inference": infer}
     warmup = 4 if config.warmup is None else config.warmup
     with measure.progress(len(works) * (warmup + config.repeats)) as advance:
         times = measure.take_turns(works, repeats=config.repeats, warmup=warmup, advance=advance)
@@ -97,6 +131,7 @@ def run(config: CompareReleased) -> None:
             "layer": name,
             **measure.pick(config, "batch", "channels"),
             "positions": config.side**2,
+            "condition": config.condition,
             "repeats": config.repeats,
             "forward_backward_ms": round(ms, 4),
             "fastest_ms": round(1e3 * min(times[name]), 4),

@@ -36,7 +36,7 @@ METHODS: dict[str, Layer] = {
 }
 
 
-def solver_of(method: str, x: Tensor) -> str | None:
+def solver_of(method: str, x: Tensor, dtype: torch.dtype | None = None) -> str | None:
     """The solver of a method for these features: its own name, the choice of ``auto``, or None for an iteration.
 
     Example:
@@ -45,7 +45,8 @@ def solver_of(method: str, x: Tensor) -> str | None:
         ('gram', 'svd', None)
     """
     if method == "auto":
-        return F.choose_solver(x.device.type, x.shape[1], math.prod(x.shape[2:]), batch=x.shape[0])
+        dtype = dtype or F.choose_dtype(x.device, x.dtype)
+        return F.choose_solver(x.device.type, x.shape[1], math.prod(x.shape[2:]), dtype, batch=x.shape[0])
     return method if method in F.SOLVERS else None
 
 

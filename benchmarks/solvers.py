@@ -8,15 +8,19 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from importlib import import_module
 from itertools import product
 from pathlib import Path
 from statistics import median
-from typing import Literal
+from typing import Any, Literal
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks import measure
+from benchmarks.charts import draw_errors
 from benchmarks.functional import METHODS, solver_of
 from benchmarks.gradients import Factors, with_spectrum
 from benchmarks.measure import Advance, Layer, Row, as_list, ignore
@@ -26,6 +30,7 @@ from eigengrain.errors import ArgumentError
 from eigengrain.files import writable
 from eigengrain.functional._cuda import cusolver
 from eigengrain.functional.eigen import choose_backend, decompose
+from eigengrain.functional.graded_factors import resolve_fixed
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,9 @@ class SolversBench(measure.Bench):
             condition number of its eigenvalues above 0. 196 and 49 on the CPU, 784 and 196 elsewhere by default.
         samples: samples of them in a batch; the largest error is reported.
         svd_batch: the same for the singular value decomposition, which takes seconds on CUDA.
-        out: folder for eigensolvers-LABEL.csv and accuracy-LABEL.csv; benchmarks by default.
+        only_errors: do not time eigensolvers.
+        out: folder for eigensolvers-LABEL.csv, accuracy-LABEL.csv, for several condition numbers also its chart, and
+            flops.csv; benchmarks by default.
         label: end of their names, such as h200; the type of the device by default.
     """
 
@@ -54,6 +61,7 @@ class SolversBench(measure.Bench):
     positions: list[int] | int | None = None
     samples: int = 8
     svd_batch: int = 2
+    only_errors: bool = False
     label: str | None = None
 
     def __post_init__(self) -> None:
@@ -195,8 +203,9 @@ class Route:
     note: str = ""
 
 
-_SOLVERS = [*((solver, "float64") for solver in F.SOLVERS), ("auto", "float32"), ("svd", "float32")]
-#: In float32 sqrt_covariance accepts the SVD alone. The published approximations come last, for comparison: their number of
+_LOW = [(solver, "float32") for solver in F.SOLVERS if solver != "products"]
+_SOLVERS = [*((solver, "float64") for solver in F.SOLVERS), *_LOW]
+#: The published approximations come last, for comparison: their number of
 #: steps, or their degree, is fixed, and at these condition numbers none of them has converged.
 ROUTES = (
     *(Route(s, t, partial(F.sqrt_covariance, seb=True, solver=s, dtype=getattr(torch, t))) for s, t in _SOLVERS),
@@ -204,6 +213,16 @@ ROUTES = (
     Route("mpa_sqrt", "float64", METHODS["mpa_sqrt"], False, "degree 5, not a converged root"),
     Route("mtp_sqrt", "float64", METHODS["mtp_sqrt"], False, "degree 10, not a converged root"),
 )
+
+
+#: peak rates in operations per second, by their makers: float32 outside tensor cores, and float64
+PEAKS: dict[str, dict[str, float]] = {
+    "rtx4090": {"float32": 82.6e12, "float64": 1.29e12},
+    "m3max": {"float32": 14.2e12, "float64": 0.0},
+}
+#: assumed shares of the peak. Products reach half of it. In float32 the batched eigensolver reaches what it does on an
+#: H200, where it waits for memory and launches; in float64 a device with few float64 units waits for these.
+PRODUCTS, EIGEN = 0.5, {"float32": 0.025, "float64": 0.25}
 
 
 def routes_for(channels: int, positions: int) -> list[Route]:
@@ -231,7 +250,7 @@ def measure_errors(
     rows: list[Row] = []
     for route in routes_for(channels, positions):
         x = factors.features[: config.samples].to(device)
-        solver = "svd" if route.dtype == "float32" else solver_of(route.solver, x)
+        solver = solver_of(route.solver, x, getattr(torch, route.dtype))
         count = config.svd_batch if solver == "svd" else config.samples
         some = Factors(factors.u[:count], factors.sigma, factors.vt[:count])
         forward, backward = (float(f"{error:.3g}") for error in errors(route, some, grad[:count], device))
@@ -246,6 +265,30 @@ def measure_errors(
     return rows
 
 
+def _eigh_flops(shape: Any, *rest: object, **kwargs: object) -> int:
+    """About 9 d³ for eigenvalues and vectors of a symmetric matrix (Golub and Van Loan, Matrix Computations, 8.3)."""
+    return 9 * math.prod(shape[:-2]) * shape[-1] ** 3
+
+
+def count_flops(channels: int, positions: int) -> list[Row]:
+    """Floating-point operations of A and of its gradient for one feature map; one row per route."""
+    rows: list[Row] = []
+    for route in (route for route in routes_for(channels, positions) if route.seb and route.solver not in ("auto", "svd")):
+        x = torch.randn(1, channels, positions).requires_grad_()
+        counts = FlopCounterMode(display=False, custom_mapping={torch.ops.eigengrain.eigh: _eigh_flops})
+        with patch.object(import_module("eigengrain.functional.sqrt_covariance"), "resolve", resolve_fixed), counts:
+            route.layer(x).sum().backward()
+        total, eigen = counts.get_total_flops(), counts.get_flop_counts()["Global"].get(torch.ops.eigengrain.eigh, 0)
+        case = {"solver": route.solver, "dtype": route.dtype, "channels": channels, "positions": positions}
+        row: Row = case | {"eigen_mflop": round(eigen / 1e6), "product_mflop": round((total - eigen) / 1e6)}
+        for device, rates in PEAKS.items():
+            peak = rates[route.dtype]
+            seconds = 32 * ((total - eigen) / PRODUCTS + eigen / EIGEN[route.dtype]) / peak if peak else None
+            row[f"{device}_ms"] = None if seconds is None else round(1e3 * seconds, 1)
+        rows.append(row)
+    return rows
+
+
 def run(config: SolversBench) -> None:
     """``python -m benchmarks solvers``."""
     device = pick_device(config.device)
@@ -253,22 +296,34 @@ def run(config: SolversBench) -> None:
         raise ArgumentError("device", "must have float64, and MPS does not", config.device, "use cpu")
     config = measure.fill(config, DEFAULTS, device)
     assert config.at_channels is not None
-    matrices = list(product(as_list(config.batch), as_list(config.channels), config.dtypes, MATRICES))
+    sizes = [] if config.only_errors else [as_list(config.batch), as_list(config.channels)]
+    matrices = list(product(*sizes, config.dtypes, MATRICES)) if sizes else []
     cases = list(product(as_list(config.condition), as_list(config.positions)))
-    end = f"{config.label or device.type}.csv"
-    paths = [writable(Path(config.out or "benchmarks") / f"{kind}-{end}") for kind in ("eigensolvers", "accuracy")]
+    label = config.label or device.type
+    names = (f"eigensolvers-{label}.csv", f"accuracy-{label}.csv", f"accuracy-{label}.png", "flops.csv")
+    times_csv, errors_csv, chart, flops_csv = (writable(Path(config.out or "benchmarks") / name) for name in names)
     times: list[Row] = []
     accuracy: list[Row] = []
+    flops = [row for n in as_list(config.positions) for row in count_flops(config.at_channels, n)]
+    measure.save(flops_csv, flops, device)
     runs = len(matrices) * len(eigensolvers_on(device)) * (config.runs(device) + config.repeats)
     runs += sum(len(routes_for(config.at_channels, positions)) for _, positions in cases)
     with measure.progress(runs) as advance:
         for batch, d, dtype, kind in matrices:
             times += measure_eigensolvers(batch, d, dtype, kind, config, device, advance)
-        measure.save(paths[0], times, device)
         for kappa, positions in cases:
             accuracy += measure_errors(kappa, config.at_channels, positions, config, device, advance)
-        measure.save(paths[1], accuracy, device)
-    case, numbers = ("batch", "channels", "matrices", "dtype"), ("ms", f"ratio_to_{REFERENCE}", "residual")
-    sizes = ("condition", "channels", "positions", "solver", "taken", "dtype", "forward_error", "gradient_error", "meets")
-    texts = measure.format_table(times, (*case, "eigensolver", "of_auto", *numbers)), measure.format_table(accuracy, sizes)
-    measure.finish({"eigensolvers": times, "accuracy": accuracy}, paths, device, *texts)
+    paths, texts = [errors_csv, flops_csv], []
+    measure.save(errors_csv, accuracy, device)
+    if times:
+        measure.save(times_csv, times, device)
+        paths = [times_csv, *paths]
+        case, numbers = ("batch", "channels", "matrices", "dtype"), ("ms", f"ratio_to_{REFERENCE}", "residual")
+        texts = [measure.format_table(times, (*case, "eigensolver", "of_auto", *numbers))]
+    if len(as_list(config.condition)) > 1:
+        first = as_list(config.positions)[0]
+        draw_errors([row for row in accuracy if row["positions"] == first], chart)
+        paths.append(chart)
+    columns = ("condition", "channels", "positions", "solver", "taken", "dtype", "forward_error", "gradient_error", "meets")
+    texts += [measure.format_table(accuracy, columns), measure.format_table(flops, list(flops[0]))]
+    measure.finish({"eigensolvers": times, "accuracy": accuracy, "flops": flops}, paths, device, *texts)

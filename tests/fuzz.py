@@ -32,7 +32,8 @@ from eigengrain.functional import EigenSubset, isqrt_covariance, sqrt_covariance
 F64 = torch.float64
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BOUND, BATCH, CONDITION = 1 + 1e-6, 1e-12, 1e6
-SPECTRAL = ("eigh", "gram", "svd", "svd-float32")
+LOW = ("eigh-float32", "gram-float32", "svd-float32")
+SPECTRAL = ("eigh", "gram", "svd", *LOW)
 ROUTES = (*SPECTRAL, "products", "newton-schulz")
 KINDS = "gaussian rank copies sum dead repeated condition clusters relu sparse offset constant".split()
 
@@ -51,9 +52,10 @@ class Case:
     def __call__(self, x: Tensor) -> Tensor:
         if self.route == "newton-schulz":
             return isqrt_covariance(x, 5)
+        solver, dtype = self.route.removesuffix("-float32"), torch.float32 if self.route in LOW else F64
         if self.together:
-            return sqrt_covariance_of_subsets(x, ["top:1", self.subset or "all"], self.seb, self.cut, self.route)[0][1]
-        solver, dtype = ("svd", torch.float32) if self.route == "svd-float32" else (self.route, F64)
+            subsets = ["top:1", self.subset or "all"]
+            return sqrt_covariance_of_subsets(x, subsets, self.seb, self.cut, solver, dtype=dtype)[0][1]
         return sqrt_covariance(x, self.seb, self.subset, self.cut, solver, dtype=dtype)
 
     def __str__(self) -> str:
@@ -110,7 +112,7 @@ def draw_case(pick: random.Random) -> Case:
         subset = pick.choice([f"top:{k}", f"last:{k}", f"top:1+last:{k}", f"~(~(top:{k}))"])
         cut = pick.choice(["exact", "projector"])
     x = torch.stack([draw(pick, d, n, dtype) for _ in range(pick.choice([1, 2, 3, 6, 12]))])
-    together = route in SPECTRAL[:3] and pick.random() < 0.3
+    together = route in SPECTRAL and pick.random() < 0.3
     return Case(route, x, route != "newton-schulz" and pick.random() < 0.5, subset, cut, together)
 
 
@@ -158,7 +160,7 @@ def indices(mask: Tensor) -> list[int]:
 
 def comparable(case: Case, eigenvalues: Tensor) -> Tensor:
     """Samples whose result must not depend on the batch."""
-    if case.x.dtype != F64 or case.route == "svd-float32":
+    if case.x.dtype != F64 or case.route in LOW:
         return torch.zeros(len(eigenvalues), dtype=torch.bool)
     size = eigenvalues / eigenvalues[:, :1].clamp_min(1e-300)
     ok = ((size > 1 / CONDITION) | ((size < 1e-30) & (case.route != "products"))).all(-1)

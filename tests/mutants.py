@@ -33,6 +33,16 @@ functional/eigen.py
     return d * torch.finfo( → return torch.finfo(
     _eigh_op(p.movedim(in_dims[0], 0), backend) → _eigh_op(p, backend)
     torch.linalg.eigh(item.cpu().double()) → torch.linalg.eigh(item.cpu())
+functional/graded_factors.py
+    if end <= begin: → if end <= begin + 1:
+    z = torch.linalg.eigh(g[:, begin:] - w → z = torch.linalg.eigh(g[:, begin:] + 1e-3 * w
+    t[:begin].addmm_(w.mT, t[begin:end]) → t[:begin].add_(0)
+    change = torch.cat([-(z @ w), z], -1) → change = torch.cat([0 * (z @ w), z], -1)
+    change = z - z @ w + w.mT → change = z - z @ w
+    return 4 * math.sqrt(channels) → return 400 * math.sqrt(channels)
+functional/inputs.py
+    (9, 0), (10, 0)) → (9, 0))
+    if dtype == torch.float64 or → if
 functional/gradient_rules.py
     geometric_ratio(high, low, rule.degree + 1) → geometric_ratio(high, low, rule.degree)
     torch.arange(d, device=values.device) < keep → torch.arange(d, device=values.device) <= keep
@@ -56,8 +66,11 @@ functional/spectral.py
 functional/sqrt_covariance.py
     (sigma > floor) → (sigma > 0)
     return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
+    within & (lengths > length_floor → within & (lengths > 0 * length_floor
+    sigma = sigma * scale → sigma = sigma
     * sigma * keep).sum → * sigma).sum
-    accuracy < ERROR_BOUNDS → accuracy <= ERROR_BOUNDS
+    accuracy < ERROR_BOUNDS[dtype] → accuracy <= ERROR_BOUNDS[dtype]
+    accuracy < ERROR_BOUNDS[torch.float32] → False
     q * (1 + scaling_factor → q * (scaling_factor
 functional/subsets.py
     max(round(d * 50 / 256), 1) → max(int(d * 50 / 256), 1)
@@ -73,7 +86,7 @@ heads/compact.py
     self._spectrum(x).sum(-2), n=self.out_features) → self._spectrum(x).sum(-2))
     self.order > 2 and → self.order > 3 and
 heads/covariance.py
-    subsets, self.seb, cut, → subsets, self.seb, self.cut,
+    subsets, self.seb, *settings, dtype=self.dtype) → subsets, not self.seb, *settings, dtype=self.dtype)
 heads/kernel.py
     seed=seed + i) → seed=seed)
 heads/layers.py

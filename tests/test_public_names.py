@@ -12,7 +12,7 @@ from eigengrain.models import create
 FUNCTIONAL = """covariance triu_vector matrix_from_triu eigh Eigh solver_repairs debug spectral_function ScalarFunction
 matrix_sqrt matrix_power matrix_log exp_inverse sqrt_covariance sqrt_covariance_of_subsets scaling_factor newton_schulz
 isqrt_covariance quintic_sqrt
-mtp_sqrt mpa_sqrt EigenSubset GradientRule choose_solver rounding_floor BACKENDS GRADIENTS SOLVERS""".split()
+mtp_sqrt mpa_sqrt EigenSubset GradientRule choose_dtype choose_solver rounding_floor BACKENDS GRADIENTS SOLVERS""".split()
 
 
 @pytest.mark.parametrize("name", FUNCTIONAL)

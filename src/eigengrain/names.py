@@ -19,6 +19,8 @@ STRIDES = ("3x3", "1x1")
 
 #: solvers of ``sqrt_covariance``
 SOLVERS = ("auto", "eigh", "gram", "svd", "products")
+#: working precisions of ``sqrt_covariance``
+DTYPES = ("auto", "float64", "float32")
 #: derivatives of a spectrum of which some eigenvalues are cut
 CUTS = ("exact", "projector")
 

@@ -256,7 +256,8 @@ def test_released_code_is_measured_from_its_checkout(tmp_path, capsys):
     assert "skipped on the CPU" in capsys.readouterr().err
     with out.open(newline="") as file:
         rows = {row["layer"]: row for row in csv.DictReader(file)}
-    assert set(rows) == {"ours", "ours-mpncov", "ours-isqrt", "newton-schulz"}
+    ours = {"ours", "ours-float64", "ours-float32", "ours-mpncov", "ours-isqrt", "ours-inference"}
+    assert set(rows) == ours | {"plain-newton-schulz", "newton-schulz"}
     ours, theirs = (float(rows[name]["forward_backward_ms"]) for name in ("ours", "newton-schulz"))
     assert theirs >= 50
     assert float(rows["newton-schulz"]["ours_over_this"]) == pytest.approx(ours / theirs, abs=1e-3)
@@ -267,8 +268,13 @@ def test_a_wrong_checkout_is_refused(tmp_path):
     with pytest.raises(FileError) as error:
         compare_released.run(compare_released.CompareReleased(fast_mpn_cov=str(tmp_path), device="cpu"))
     assert error.value.path.name == "MPNCOV.py"
-    with pytest.raises(ArgumentError):
-        compare_released.run(compare_released.CompareReleased(device="cpu"))
+
+
+def test_the_plain_iteration_is_the_published_one():
+    x = torch.randn(2, 6, 4, 4, generator=torch.Generator().manual_seed(0))
+    p = eigengrain.functional.covariance(x)
+    expected = eigengrain.functional.triu_vector(eigengrain.functional.newton_schulz(p, 5))
+    assert torch.allclose(compare_released.plain_newton_schulz(x), expected, atol=1e-5)
 
 
 # --- every command -----------------------------------------------------------------------------------------------

@@ -73,7 +73,8 @@ def measured(channels=24, positions=60, samples=3, svd_batch=2) -> dict[tuple[st
 
 def test_every_converged_route_meets_its_bounds_and_the_iterations_do_not():
     rows = measured()
-    exact = {(solver, "float64") for solver in F.SOLVERS if solver != "gram"} | {("auto", "float32"), ("svd", "float32")}
+    exact = {(solver, "float64") for solver in F.SOLVERS if solver != "gram"}
+    exact |= {(solver, "float32") for solver in ("auto", "eigh", "svd")}
     peers = {("newton_schulz", "float64"), ("mpa_sqrt", "float64"), ("mtp_sqrt", "float64")}
     assert set(rows) == exact | peers
     assert {key for key, row in rows.items() if row["meets"] == "yes"} == exact
@@ -84,7 +85,7 @@ def test_every_converged_route_meets_its_bounds_and_the_iterations_do_not():
     # not all alike: each is measured in its own precision, and not against itself
     assert rows["svd", "float32"]["forward_error"] > 1e-8
     assert rows["svd", "float64"]["gradient_error"] < 1e-10 < rows["eigh", "float64"]["gradient_error"] < 1e-6
-    assert rows["auto", "float32"]["taken"] == "svd"
+    assert rows["auto", "float32"]["taken"] == "eigh"
     assert rows["auto", "float64"]["taken"] == "eigh"
 
 
@@ -135,7 +136,7 @@ def test_ways_by_the_svd_get_a_batch_of_their_own(monkeypatch):
     for samples, svd_batch in ((5, 2), (1, 4)):
         rows = measured(samples=samples, svd_batch=svd_batch)
         sizes = {(route.solver, route.dtype): size for route, size in requests.items()}
-        by_svd = {("svd", "float64"), ("svd", "float32"), ("auto", "float32")}
+        by_svd = {("svd", "float64"), ("svd", "float32")}
         assert sizes == {key: svd_batch if key in by_svd else samples for key in sizes}
         assert {key: row["samples"] for key, row in rows.items()} == sizes
 
@@ -207,15 +208,17 @@ def test_the_command_writes_both_files(tmp_path):
     argv = ["--batch", "2", "--channels", "[4,8]", "--at_channels", "6", "--positions", "[20,4]", "--samples", "2"]
     argv += ["--condition", "[1e4,1e10]", "--repeats", "1", "--device", "cpu"]
     assert main(["solvers", *argv, "--out", str(tmp_path / "made"), "--label", "here"]) == 0
-    files = {path.name: list(csv.DictReader(path.open(newline=""))) for path in (tmp_path / "made").iterdir()}
-    assert set(files) == {"eigensolvers-here.csv", "accuracy-here.csv"}
+    made = list((tmp_path / "made").iterdir())
+    files = {path.name: list(csv.DictReader(path.open(newline=""))) for path in made if path.suffix == ".csv"}
+    assert [path.name for path in made if path.suffix != ".csv"] == ["accuracy-here.png"]
+    assert set(files) == {"eigensolvers-here.csv", "accuracy-here.csv", "flops.csv"}
     times, errors = files["eigensolvers-here.csv"], files["accuracy-here.csv"]
     columns = ("channels", "dtype", "matrices", "eigensolver")
     cases = product("48", ("float32", "float64"), ("covariance", "symmetric"), ("torch.linalg.eigh", "torch"))
     assert [tuple(row[name] for name in columns) for row in times] == list(cases)
     known = [(float(row["condition"]), int(row["positions"])) for row in errors]
     assert list(dict.fromkeys(known)) == [(1e4, 20), (1e4, 4), (1e10, 20), (1e10, 4)]
-    assert len(errors) == 4 * len(solvers.ROUTES) - 2  # no Gram matrix at 20 positions
+    assert len(errors) == 4 * len(solvers.ROUTES) - 4  # no Gram matrix at 20 positions, in float64 and float32
     for row in (*times, *errors):
         assert (row["eigengrain"], row["torch"]) == (eigengrain.__version__, torch.__version__)
 
@@ -247,3 +250,17 @@ def test_a_device_without_float64_is_refused(monkeypatch, tmp_path):
         solvers.run(SolversBench(out=str(tmp_path / "made")))
     assert error.value.argument == "device"
     assert list(tmp_path.iterdir()) == []
+
+
+def test_flops_of_the_routes():
+    """By hand for the d × d covariance in float64: six products of d²N, four of d³, and 9 d³ for the eigenvalues."""
+    d, n = 200, 500
+    rows = {(row["solver"], row["dtype"]): row for row in solvers.count_flops(d, n)}
+    exact = rows["eigh", "float64"]
+    assert exact["eigen_mflop"] == round(9 * d**3 / 1e6)
+    low = rows["eigh", "float32"]
+    assert low["eigen_mflop"] == round(18 * d**3 / 1e6)
+    assert low["product_mflop"] > exact["product_mflop"] > 6 * d * d * n / 1e6
+    assert rows["products", "float64"]["eigen_mflop"] == 0
+    assert exact["m3max_ms"] is None
+    assert 0 < low["rtx4090_ms"] < exact["rtx4090_ms"]

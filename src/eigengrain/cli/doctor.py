@@ -101,10 +101,11 @@ def import_error(modules: str) -> str:
 
 
 def devices() -> list[dict[str, str]]:
-    """The devices, and the eigensolver that each uses by default."""
+    """The devices, with the eigensolver and the working precision of the square root that each uses by default."""
     import torch
 
     from eigengrain.environment import cpu_name
+    from eigengrain.functional import choose_dtype
     from eigengrain.functional._cuda import cusolver
 
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
@@ -115,8 +116,9 @@ def devices() -> list[dict[str, str]]:
         solver = f"torch, one matrix at a time ({reason})" if reason else "cusolver"
         rows.append((f"cuda:{index}", f"{facts.name}, {facts.total_memory / 2**30:.0f} GiB", solver))
     if torch.backends.mps.is_available():
-        rows.append(("mps", "Metal", "torch, on the CPU (MPS has no float64)"))
-    return [dict(zip(("device", "what", "eigensolver"), row, strict=True)) for row in rows]
+        rows.append(("mps", "Metal", "torch, or on the CPU where torch has none for MPS"))
+    named = [dict(zip(("device", "what", "eigensolver"), row, strict=True)) for row in rows]
+    return [row | {"dtype": str(choose_dtype(row["device"])).removeprefix("torch.")} for row in named]
 
 
 def caches(folder: Path) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ Eigenvalues are in descending order everywhere, as in the paper. Results are flo
 from eigengrain.functional.covariance import covariance, matrix_from_triu, triu_vector
 from eigengrain.functional.eigen import BACKENDS, Eigh, debug, eigh, rounding_floor, solver_repairs
 from eigengrain.functional.gradient_rules import GRADIENTS, GradientRule
+from eigengrain.functional.inputs import choose_dtype
 from eigengrain.functional.newton_schulz import isqrt_covariance, mpa_sqrt, mtp_sqrt, newton_schulz, quintic_sqrt
 from eigengrain.functional.scalar_functions import ScalarFunction
 from eigengrain.functional.scaling_eigen_branch import scaling_factor
@@ -22,6 +23,7 @@ __all__ = [
     "Eigh",
     "GradientRule",
     "ScalarFunction",
+    "choose_dtype",
     "choose_solver",
     "covariance",
     "debug",

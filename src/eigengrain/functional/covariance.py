@@ -23,10 +23,23 @@ def centre(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     The first position is subtracted before the mean, so that a constant channel becomes exactly zero; ``x - x.mean()``
     would leave rounding noise that a square root magnifies.
     """
-    x = to_compute(x.flatten(2), dtype)  # (B, C, N)
+    return _centre(to_compute(x.flatten(2), dtype), 1 / math.sqrt(x.shape[2:].numel()))
+
+
+def _centre(x: Tensor, factor: float | Tensor) -> Tensor:
     x = x - x[..., :1]
     # in place, on memory that belongs to this function: on a CPU a new allocation costs as much as the arithmetic
-    return x.sub_(x.mean(-1, keepdim=True)).mul_(1 / math.sqrt(x.shape[-1]))
+    return x.sub_(x.mean(-1, keepdim=True)).mul_(factor)
+
+
+def centre_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """:func:`centre`, in float32 divided by a power of two (B, 1), which is returned, so that squares stay in its range."""
+    if dtype == torch.float64:
+        return centre(x, dtype), None
+    x = to_compute(x.flatten(2).contiguous(), dtype)
+    largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
+    scale = largest.log2().floor().clamp(-120, 120).exp2()
+    return _centre(x, (1 / (scale * math.sqrt(x.shape[-1]))).unsqueeze(-1)), scale
 
 
 def outer_product(xc: Tensor) -> Tensor:

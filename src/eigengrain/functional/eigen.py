@@ -62,7 +62,7 @@ def _single_threaded() -> None:
 
 
 @lru_cache(maxsize=1)
-def _workers(threads: int, process: int) -> ThreadPoolExecutor:
+def workers(threads: int, process: int) -> ThreadPoolExecutor:
     """Thread pool of this process; a forked child inherits the parent's pool without its threads."""
     # each worker runs LAPACK on one thread: splitting a batch of small problems is faster than splitting each of them
     pool = ThreadPoolExecutor(threads, "eigengrain-eigh", initializer=_single_threaded)
@@ -76,9 +76,12 @@ def _solve_torch(p: Tensor) -> tuple[Tensor, Tensor]:
     """``torch.linalg.eigh``, which loops over a batch; on the CPU the batch is distributed over threads."""
     threads = min(torch.get_num_threads(), p.shape[0])
     if p.device.type != "cpu" or threads < 2 or p.shape[-1] < 32:
-        values, vectors = torch.linalg.eigh(p)
+        try:
+            values, vectors = torch.linalg.eigh(p)
+        except NotImplementedError:  # on MPS, depending on the version of torch
+            return _solve_cpu(p)
         return values, vectors
-    chunks = list(_workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
+    chunks = list(workers(torch.get_num_threads(), os.getpid()).map(torch.linalg.eigh, p.chunk(threads)))
     return torch.cat([c[0] for c in chunks]), torch.cat([c[1].mT for c in chunks]).mT  # LAPACK's rows are contiguous
 
 
@@ -198,6 +201,8 @@ def _solve_item(p: Tensor, number: int, solver: Solver) -> tuple[Tensor, Tensor]
             values, vectors = attempt()
         except LinAlgError:
             continue
+        if not all_finite(vectors):
+            continue
         if repair:
             _REPAIRED.add(repair)
         return values.to(item), vectors.to(item)
@@ -208,20 +213,28 @@ def _solve_or_repair(batch: Tensor, solver: Solver) -> tuple[Tensor, Tensor]:
     """Solve a batch; if that fails, solve it item by item and repair only the items that fail."""
     check_finite(batch, "eigh")
     try:
-        return solver(batch)
+        values, vectors = solver(batch)
+        if all_finite(vectors):
+            return values, vectors
     except LinAlgError:
-        values, vectors = zip(*(_solve_item(batch, number, solver) for number in range(len(batch))), strict=True)
-        return torch.cat(values), torch.cat(vectors)
+        pass
+    items = [_solve_item(batch, number, solver) for number in range(len(batch))]
+    return torch.cat([values for values, _ in items]), torch.cat([vectors for _, vectors in items])
 
 
 def _solve_and_zero(batch: Tensor) -> tuple[Tensor, Tensor]:
     """Solve on CUDA without synchronising: samples that are not finite or do not converge become zero and are counted."""
     finite = batch.isfinite().all(-1).all(-1)
     values, vectors, info = cusolver.syev_batched_unchecked(torch.where(finite[:, None, None], batch, 0.0))
-    good = finite & (info == 0)
+    good = finite & (info == 0) & vectors.sum((-2, -1)).isfinite()
     if not capturing(batch.device):  # a captured copy would be read before it is replayed
         _REPAIRED.add_later((~good).sum())
     return torch.where(good[:, None], values, 0.0), torch.where(good[:, None, None], vectors, 0.0)
+
+
+def all_finite(vectors: Tensor) -> bool:
+    """Whether eigenvectors are finite: in float32 LAPACK returns NaN for some matrices of low rank without an error."""
+    return bool(vectors.sum().isfinite())
 
 
 def check_finite(p: Tensor, function: str) -> None:

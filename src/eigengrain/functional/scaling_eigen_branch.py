@@ -17,6 +17,10 @@ KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("auto", "eigh", "products")
 
 
+#: larger eigenvalues, for which e^{−2λ} is 0, may be infinite in float32
+_LARGEST = 1e30
+
+
 def _log_qs(values: Tensor) -> Tensor:
     """log s (*) from eigenvalues (*, d)."""
     return 0.5 * torch.logsumexp(values.clamp_min(0).log() - 2 * values, -1)
@@ -27,6 +31,7 @@ def qs_and_slope(values: Tensor) -> tuple[Tensor, Tensor]:
 
     Here σ = √λ. The slope is at most 1 in norm. Both are 0 where s is below the normal numbers.
     """
+    values = values.clamp_max(_LARGEST)
     log_s = _log_qs(values).unsqueeze(-1)
     s = log_s.exp()
     slope = (1 - 2 * values) * torch.exp(0.5 * values.clamp_min(0).log() - 2 * values - log_s)

@@ -21,15 +21,18 @@ from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import ArgumentError, EigenSolverError, UnknownName
 from eigengrain.functional._autograd import first_order_only, graph_token
-from eigengrain.functional.covariance import centre, covariance, outer_product
+from eigengrain.functional.covariance import centre_in_range, covariance, outer_product
 from eigengrain.functional.eigen import check_finite, decompose, rounding_floor, zero_rounding
+from eigengrain.functional.graded_factors import length_floor, resolve
 from eigengrain.functional.gradient_rules import GradientRule
 from eigengrain.functional.inputs import (
     LinAlgError,
     check_compute_dtype,
     check_features,
     check_number,
+    choose_dtype,
     full_precision,
+    in_transform,
     output_dtype,
 )
 from eigengrain.functional.matrix_products import symmetric
@@ -37,48 +40,59 @@ from eigengrain.functional.newton_schulz import root_by_products
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
-from eigengrain.names import SOLVERS
+from eigengrain.names import DTYPES, SOLVERS
 
 
 class _Factors(NamedTuple):
-    """Thin factors of X_c: U (B, d, r), σ (B, r) descending and exactly 0 where null, Vᵀ (B, r, N) with null rows 0."""
+    """Thin factors of X_c: U (B, d, r), σ (B, r) descending and exactly 0 where null, Vᵀ (B, r, N) with null rows 0.
+
+    Vᵀ is needed for gradients alone, and left empty without one.
+    """
 
     u: Tensor
     sigma: Tensor
     vt: Tensor
 
 
-def _split_lengths(rows: Tensor, keep: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Lengths of the vectors along ``dim``, and the vectors normalised in place; both 0 where not kept."""
-    length = torch.linalg.vector_norm(rows, dim=dim)
+def _split_lengths(rows: Tensor, keep: Tensor, unit: bool = True) -> tuple[Tensor, Tensor]:
+    """Lengths of the rows, and the rows divided by them in place if ``unit``, otherwise none; both 0 where not kept."""
+    length = torch.linalg.vector_norm(rows, dim=-1)
     keep = keep & (length > 0)
+    sigma = torch.where(keep, length, 0.0)
+    if not unit:
+        return sigma, rows[..., :0]
     if rows.is_cuda:  # a bad sample may contain NaN, which a factor of 0 does not remove; on the CPU it has raised
-        rows = torch.where(keep.unsqueeze(dim), rows, 0.0)
+        rows = torch.where(keep.unsqueeze(-1), rows, 0.0)
     inverse = torch.where(keep, 1 / torch.where(keep, length, 1.0), 0.0)
-    return torch.where(keep, length, 0.0), rows.mul_(inverse.unsqueeze(dim))
+    return sigma, rows.mul_(inverse.unsqueeze(-1))
 
 
-def _within_rank(values: Tensor, xc: Tensor) -> Tensor:
-    """Mask of the directions that are not null: above the rounding level, and at most N − 1 of them."""
-    d, n = xc.shape[-2:]
-    rank = torch.arange(values.shape[-1], device=values.device) < min(d, n - 1)
-    return rank & (values > rounding_floor(values, d))
+def _orthogonal_rows(x: Tensor, rank: int, r: int, d: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Uᵀ (B, r, m) and Y = UᵀX (B, r, n) for X (B, m, n) from X Xᵀ, longest rows first, and a mask of those not null."""
+    values, u = decompose(outer_product(x))
+    within = torch.arange(r, device=x.device) < rank
+    if x.dtype == torch.float64:
+        rows, values = u.mT[..., :r, :], values[..., :r]
+        return rows, rows @ x, within & (values > rounding_floor(values, d))
+    rows, y = (t[..., :r, :] for t in resolve(u.mT, u.mT @ x))
+    lengths = torch.linalg.vector_norm(y, dim=-1)
+    return rows, y, within & (lengths > length_floor(lengths, x.shape[-2]))
 
 
-def _factor_eigh(xc: Tensor) -> _Factors:
+def _factor_eigh(xc: Tensor, with_vt: bool) -> _Factors:
     """Factors from the d × d covariance; σ_j = ‖u_jᵀX_c‖, because √λ_j has lost the digits of small eigenvalues."""
-    values, u = decompose(outer_product(xc))
-    sigma, vt = _split_lengths(u.mT @ xc, _within_rank(values, xc), -1)
-    return _Factors(u, sigma, vt)
+    d, n = xc.shape[-2:]
+    rows, y, keep = _orthogonal_rows(xc, min(d, n - 1), d, d)
+    return _Factors(rows.mT, *_split_lengths(y, keep, with_vt))
 
 
-def _factor_gram(xc: Tensor) -> _Factors:
+def _factor_gram(xc: Tensor, with_vt: bool) -> _Factors:
     """Factors from the N × N Gram matrix, for fewer positions than channels."""
-    values, v = decompose(outer_product(xc.mT))
-    r = min(xc.shape[-2:])
-    values, v = values[..., :r], v[..., :r]
-    sigma, u = _split_lengths(xc @ v, _within_rank(values, xc), -2)
-    return _Factors(u, sigma, torch.where(sigma.unsqueeze(-1) > 0, v.mT, 0.0))
+    d, n = xc.shape[-2:]
+    rows, y, keep = _orthogonal_rows(xc.mT, min(d, n - 1), min(d, n), d)
+    sigma, ut = _split_lengths(y, keep)
+    vt = torch.where(sigma.unsqueeze(-1) > 0, rows, 0.0) if with_vt else rows[..., :0]
+    return _Factors(ut.mT, sigma, vt)
 
 
 @torch.library.custom_op("eigengrain::svd", mutates_args=())
@@ -111,15 +125,15 @@ def _(info: Any, in_dims: tuple[int | None], xc: Tensor) -> Any:
     return _svd_op(xc.movedim(in_dims[0], 0)), (0, 0, 0)
 
 
-def _factor_svd(xc: Tensor) -> _Factors:
-    """Factors from the features themselves: the condition number is not squared, which float32 needs."""
+def _factor_svd(xc: Tensor, with_vt: bool) -> _Factors:
+    """Factors from the features themselves: the condition number is not squared."""
     u, sigma, vt = _svd_op(xc)
     d, n = xc.shape[-2:]
     # singular values have their own rounding level, because their condition number is not squared: LAPACK returns up to
     # 2 √max(d, N) ε σ_1 for exact zeros
     floor = 4 * math.sqrt(max(d, n)) * torch.finfo(xc.dtype).eps * sigma[..., :1]
     keep = (torch.arange(sigma.shape[-1], device=xc.device) < min(d, n - 1)) & (sigma > floor)
-    return _Factors(u, torch.where(keep, sigma, 0.0), torch.where(keep.unsqueeze(-1), vt, 0.0))
+    return _Factors(u, torch.where(keep, sigma, 0.0), torch.where(keep.unsqueeze(-1), vt, 0.0) if with_vt else vt[..., :0])
 
 
 _FACTORS = {"eigh": _factor_eigh, "gram": _factor_gram, "svd": _factor_svd}
@@ -214,7 +228,7 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cu
 _PRODUCTS_LIMIT = 8192
 
 #: relative error of Q in the Frobenius norm against a float64 SVD, at condition number 1e10 and full rank
-ERROR_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-5}
+ERROR_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 
 def choose_solver(
@@ -228,11 +242,10 @@ def choose_solver(
 ) -> str:
     """The solver of ``solver="auto"``: a fixed rule, derived from ``benchmarks/solver-choice-h200.csv``.
 
-    1. ``svd`` in float32: the others square the condition number.
-    2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
-    3. ``products`` on CUDA for batch × channels up to 8192, where it is faster than ``eigh``; not for covariances that are
-       singular for lack of positions (N ≤ C), and not if eigenvalues are needed.
-    4. ``eigh`` otherwise.
+    1. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
+    2. ``products`` on CUDA in float64 for batch × channels up to 8192, where it is faster than ``eigh``; not for
+       covariances that are singular for lack of positions (N ≤ C), and not if eigenvalues are needed.
+    3. ``eigh`` otherwise.
 
     Args:
         device_type: ``torch.device.type`` of the features.
@@ -244,20 +257,30 @@ def choose_solver(
         >>> choose_solver("cpu", channels=256, positions=784), choose_solver("cuda", channels=512, positions=196)
         ('eigh', 'gram')
     """
-    if dtype == torch.float32:
-        return "svd"
     if positions < channels:
         return "gram"
-    fast = device_type == "cuda" and batch * channels <= _PRODUCTS_LIMIT
+    fast = device_type == "cuda" and dtype == torch.float64 and batch * channels <= _PRODUCTS_LIMIT
     return "products" if fast and positions > channels and not spectrum else "eigh"
+
+
+def _resolve_dtype(dtype: torch.dtype | str, x: Tensor, solver: str) -> torch.dtype:
+    if dtype == "auto":
+        return torch.float64 if solver == "products" else choose_dtype(x.device, x.dtype)
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UnknownName("dtype", dtype, DTYPES)
+        return torch.float64 if dtype == "float64" else torch.float32
+    check_compute_dtype(dtype)
+    return dtype
 
 
 def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) -> str:
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
-    if dtype == torch.float32 and solver not in ("auto", "svd"):
-        problem = "must be 'svd' or 'auto' for torch.float32, which cannot hold a squared condition number"
-        raise ArgumentError("solver", problem, solver)
+    if dtype == torch.float32 and solver == "products":
+        raise ArgumentError(
+            "solver", "must not be 'products' in torch.float32, where they diverge", solver, "use solver='eigh'"
+        )
     if solver != "auto":
         return solver
     batch, channels, *size = x.shape
@@ -273,7 +296,7 @@ def sqrt_covariance(
     solver: str = ...,
     gradient: str | GradientRule = ...,
     *,
-    dtype: torch.dtype = ...,
+    dtype: torch.dtype | str = ...,
     accuracy: float = ...,
     return_eigenvalues: Literal[False] = ...,
 ) -> Tensor: ...
@@ -288,7 +311,7 @@ def sqrt_covariance(
     solver: str = ...,
     gradient: str | GradientRule = ...,
     *,
-    dtype: torch.dtype = ...,
+    dtype: torch.dtype | str = ...,
     accuracy: float = ...,
     return_eigenvalues: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
@@ -302,8 +325,8 @@ def sqrt_covariance(
     solver: str = "auto",
     gradient: str | GradientRule = "exact",
     *,
-    dtype: torch.dtype = torch.float64,
-    accuracy: float = 1e-5,
+    dtype: torch.dtype | str = "auto",
+    accuracy: float = 1e-4,
     return_eigenvalues: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Square root of the covariance of features, with a gradient bounded at every rank and condition number.
@@ -325,9 +348,11 @@ def sqrt_covariance(
             the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles into one
             graph; the error of s is described in :func:`scaling_factor`). ``auto`` is the rule of :func:`choose_solver`.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
-        dtype: working precision. float32 uses the SVD, which does not square the condition number.
+        dtype: working precision, ``torch.float64`` or ``torch.float32``, also as ``"float64"`` or ``"float32"``. ``"auto"``
+            is the rule of :func:`choose_dtype`, and float64 for ``products``, published gradient rules, and an
+            ``accuracy`` that float32 does not guarantee.
         accuracy: required relative error of Q at condition number 1e10 and full rank. Every float64 solver guarantees
-            1e-9, float32 guarantees 1e-5; a smaller value raises.
+            1e-9, float32 guarantees 1e-4; a smaller value raises.
         return_eigenvalues: also return the eigenvalues of the covariance (B, C), descending, without gradient.
 
     Returns:
@@ -345,13 +370,15 @@ def sqrt_covariance(
                  [0.0000, 0.0000]]], grad_fn=<ToCopyBackward0>)
     """
     check_features(x)
-    check_compute_dtype(dtype)
     check_cut(cut)
     chosen, d = EigenSubset.parse(subset), x.shape[1]
     rule = GradientRule.of(gradient)
     spectrum = return_eigenvalues or rule.name != "exact" or not chosen.covers(d)
-    solver = _resolve_solver(solver, x, dtype, spectrum)
     check_number(accuracy, "accuracy", 0)
+    if dtype == "auto" and (rule.name != "exact" or accuracy < ERROR_BOUNDS[torch.float32]):
+        dtype = torch.float64
+    dtype = _resolve_dtype(dtype, x, solver)
+    solver = _resolve_solver(solver, x, dtype, spectrum)
     if accuracy < ERROR_BOUNDS[dtype]:
         remedy = "use {dtype}=torch.float64" if dtype == torch.float32 else ""
         raise ArgumentError("accuracy", f"must be at least {ERROR_BOUNDS[dtype]:g} in {dtype}", accuracy, remedy)
@@ -369,9 +396,12 @@ def _roots(
 ) -> tuple[list[Tensor], Tensor]:
     """Q or A of each subset from one factorisation, and the eigenvalues (B, d)."""
     d = x.shape[1]
-    xc = centre(x.detach(), dtype)
+    xc, scale = centre_in_range(x.detach(), dtype)
+    recorded = torch.compiler.is_compiling() or in_transform(x) or (torch.is_grad_enabled() and x.requires_grad)
     with full_precision(xc):
-        u, sigma, vt = _FACTORS[solver](xc)
+        u, sigma, vt = _FACTORS[solver](xc, recorded)
+    if scale is not None:
+        sigma = sigma * scale
     token, matrices = graph_token(x), []
     for chosen in subsets:
         q: Tensor = _Root.apply(x, token, u, sigma, vt, *_kept(chosen, sigma, d), cut, seb)
@@ -380,7 +410,13 @@ def _roots(
 
 
 def sqrt_covariance_of_subsets(
-    x: Tensor, subsets: Sequence[EigenSubset | str], seb: bool = False, cut: Cut = "exact", solver: str = "auto"
+    x: Tensor,
+    subsets: Sequence[EigenSubset | str],
+    seb: bool = False,
+    cut: Cut = "exact",
+    solver: str = "auto",
+    *,
+    dtype: torch.dtype | str = "auto",
 ) -> tuple[list[Tensor], Tensor]:
     """:func:`sqrt_covariance` of several eigenvalue subsets from one decomposition.
 
@@ -399,10 +435,11 @@ def sqrt_covariance_of_subsets(
     check_cut(cut)
     if not subsets:
         raise ArgumentError("subsets", "must contain at least one subset, such as 'all'", subsets)
-    solver = _resolve_solver(solver, x, torch.float64, spectrum=True)
+    dtype = _resolve_dtype(dtype, x, solver)
+    solver = _resolve_solver(solver, x, dtype, spectrum=True)
     if solver == "products":
         raise ArgumentError("solver", "must compute eigenvalues for a subset", solver, "use solver='eigh'")
-    return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, torch.float64)
+    return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, dtype)
 
 
 def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule) -> Tensor:

@@ -31,7 +31,7 @@ from eigengrain.functional.sqrt_covariance import sqrt_covariance, sqrt_covarian
 from eigengrain.functional.subsets import EigenSubset
 from eigengrain.heads.base import SpectralHead, Spectrum
 from eigengrain.heads.registry import register_head
-from eigengrain.names import CUTS, SOLVERS
+from eigengrain.names import CUTS, DTYPES, SOLVERS
 
 FACTORS = ("qs", "q", "s", "constant", "mlp-eigenvalues", "mlp-matrix")
 PATHS = ("both", "scaled")
@@ -95,6 +95,8 @@ class CovarianceHead(SpectralHead):
         cut: how a cut spectrum is differentiated, see :func:`eigengrain.functional.spectral_function`.
         solver: solver of the square root, see :func:`eigengrain.functional.sqrt_covariance`; ``products`` needs no
             eigensolver, so that the head exports (``log`` then has no gradient).
+        dtype: working precision of the square root: ``float64``, ``float32``, or ``auto`` for the rule of
+            :func:`eigengrain.functional.choose_dtype`. The other functions compute in float64.
         gradient: gradient of the square root, ``exact`` or a published rule.
         steps: number of Newton–Schulz steps.
         degree: degree of the Taylor (10) or Padé (5) approximant.
@@ -116,6 +118,7 @@ class CovarianceHead(SpectralHead):
         subset: EigenSubset | str | None = None,
         cut: str = "exact",
         solver: str = "auto",
+        dtype: str = "auto",
         gradient: str | GradientRule = "exact",
         steps: int = 5,
         degree: int | None = None,
@@ -130,6 +133,7 @@ class CovarianceHead(SpectralHead):
             ("scaling factor", factor, FACTORS),
             ("cut", cut, CUTS),
             ("solver", solver, SOLVERS),
+            ("dtype", dtype, DTYPES),
         ):
             if value not in choices:
                 raise UnknownName(kind, value, choices)
@@ -140,7 +144,7 @@ class CovarianceHead(SpectralHead):
         check_number(power, "power", -100, 100)
         self.out_features = self.channels * (self.channels + 1) // 2
         self.normalise, self.seb, self.path, self.factor = normalise, seb, path, factor
-        self.constant, self.cut, self.solver = constant, cut, solver
+        self.constant, self.cut, self.solver, self.dtype = constant, cut, solver, dtype
         self.gradient = GradientRule.of(gradient)
         self.steps, self.degree, self.power, self.epsilon, self.isometric = steps, degree, power, epsilon, isometric
         self.subset = subset  # type: ignore[assignment]
@@ -174,6 +178,7 @@ class CovarianceHead(SpectralHead):
         super().use_products()
         # published gradient rules are for training and do not change the value
         self.solver, self.gradient, self.record_spectrum = "products", GradientRule.of("exact"), False
+        self.dtype = "auto"  # float64, in which the products converge
 
     def matrix(self, x: Tensor) -> Tensor:
         """The representation as a matrix (B, d, d), from the reduced map (B, d, H, W)."""
@@ -186,9 +191,9 @@ class CovarianceHead(SpectralHead):
         if self.normalise == "sqrt":
             settings: Any = (self.subset, self.cut, self.solver, self.gradient)
             if with_eigenvalues:
-                q, values = sqrt_covariance(x, paper, *settings, return_eigenvalues=True)
+                q, values = sqrt_covariance(x, paper, *settings, dtype=self.dtype, return_eigenvalues=True)
             else:
-                q = sqrt_covariance(x, paper, *settings)
+                q = sqrt_covariance(x, paper, *settings, dtype=self.dtype)
             if self.seb and not paper:
                 q = q * self._scale(covariance(x, dtype=torch.float64), q)
             return q, values
@@ -207,7 +212,8 @@ class CovarianceHead(SpectralHead):
         # a subclass may override pool
         if not shared or (self.seb and not paper) or type(self) is not CovarianceHead:
             return super().pool_subsets(reduced, subsets, cut)
-        matrices, values = sqrt_covariance_of_subsets(reduced, subsets, self.seb, cut, self.solver)  # type: ignore[arg-type]
+        settings: Any = (cut, self.solver)
+        matrices, values = sqrt_covariance_of_subsets(reduced, subsets, self.seb, *settings, dtype=self.dtype)
         return [self._vector(matrix, reduced) for matrix in matrices], values
 
     def eigenvalues(self, reduced: Tensor) -> Tensor:
@@ -232,7 +238,7 @@ class CovarianceHead(SpectralHead):
     def pool_with_spectrum(self, reduced: Tensor) -> tuple[Tensor, Spectrum]:
         matrix, values = self._matrix(reduced, with_eigenvalues=True)
         assert values is not None
-        factor = qs_and_slope(values.double())[0] if self.seb and self.factor == "qs" else None
+        factor = qs_and_slope(values)[0] if self.seb and self.factor == "qs" else None
         return self._vector(matrix, reduced), Spectrum(values, factor)
 
     def _vector(self, matrix: Tensor, like: Tensor) -> Tensor:

@@ -8,6 +8,8 @@ from eigengrain.errors import ArgumentError
 from eigengrain.functional import choose_solver, sqrt_covariance
 from eigengrain.functional.sqrt_covariance import ERROR_BOUNDS
 
+F32 = torch.float32
+
 
 def test_every_solver_keeps_its_error_bound_at_condition_number_1e10():
     x = features(48, 120, log_spectrum(48, 1e10), seed=3, batch=3)
@@ -46,8 +48,9 @@ def test_accuracy_below_the_bound_is_refused(dtype, accuracy):
         ("cuda", 32, 512, 196, {}, "gram"),
         ("cuda", 32, 256, 784, {"spectrum": True}, "eigh"),
         ("cuda", 32, 512, 196, {"spectrum": True}, "gram"),
-        ("cpu", 32, 256, 784, {"dtype": torch.float32}, "svd"),
-        ("cuda", 32, 512, 196, {"dtype": torch.float32}, "svd"),
+        ("cpu", 32, 256, 784, {"dtype": torch.float32}, "eigh"),
+        ("cuda", 32, 256, 784, {"dtype": torch.float32}, "eigh"),
+        ("cuda", 32, 512, 196, {"dtype": torch.float32}, "gram"),
     ],
 )
 def test_rule(device, batch, channels, positions, options, expected):
@@ -57,12 +60,15 @@ def test_rule(device, batch, channels, positions, options, expected):
 @pytest.mark.parametrize(
     "shape, options, expected",
     [
-        ((2, 8, 20), {}, ("cpu", 8, 20, F64, 2, False)),
-        ((3, 8, 2, 3), {"seb": True}, ("cpu", 8, 6, F64, 3, False)),
-        ((2, 8, 20), {"subset": "top:3"}, ("cpu", 8, 20, F64, 2, True)),
+        ((2, 8, 20), {}, ("cpu", 8, 20, F32, 2, False)),
+        ((2, 8, 20), {"accuracy": 1e-6}, ("cpu", 8, 20, F64, 2, False)),
+        ((2, 8, 20), {"dtype": F64}, ("cpu", 8, 20, F64, 2, False)),
+        ((2, 8, 20), {"dtype": "float64"}, ("cpu", 8, 20, F64, 2, False)),
+        ((3, 8, 2, 3), {"seb": True}, ("cpu", 8, 6, F32, 3, False)),
+        ((2, 8, 20), {"subset": "top:3"}, ("cpu", 8, 20, F32, 2, True)),
         ((2, 8, 20), {"gradient": "taylor"}, ("cpu", 8, 20, F64, 2, True)),
-        ((2, 8, 20), {"return_eigenvalues": True}, ("cpu", 8, 20, F64, 2, True)),
-        ((2, 8, 20), {"dtype": torch.float32}, ("cpu", 8, 20, torch.float32, 2, False)),
+        ((2, 8, 20), {"return_eigenvalues": True}, ("cpu", 8, 20, F32, 2, True)),
+        ((2, 8, 20), {"dtype": F32}, ("cpu", 8, 20, F32, 2, False)),
     ],
 )
 def test_auto_passes_the_facts_to_the_rule(monkeypatch, shape, options, expected):

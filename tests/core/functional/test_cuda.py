@@ -52,13 +52,14 @@ def test_batched_solver_on_low_rank_zero_and_repeated():
 
 
 @batched
-def test_bad_samples_are_zeroed_counted_and_reported_late():
+@pytest.mark.parametrize("dtype", [torch.float32, F64])
+def test_bad_samples_are_zeroed_counted_and_reported_late(dtype):
     x = torch.randn(4, 16, 50, device="cuda", requires_grad=True)
     with torch.no_grad():
         x[1, 0, 0] = torch.nan
         x[3, 2, 7] = torch.inf
     solver_repairs(reset=True)
-    q = sqrt_covariance(x, True, solver="eigh")
+    q = sqrt_covariance(x, True, solver="eigh", dtype=dtype)
     q.sum().backward()
     assert q[[1, 3]].abs().max() == 0
     assert x.grad[[1, 3]].abs().max() == 0
@@ -67,20 +68,39 @@ def test_bad_samples_are_zeroed_counted_and_reported_late():
     with pytest.warns(UserWarning, match="2 samples"):
         assert solver_repairs(reset=True)["zeroed"] == 2
     with debug(), pytest.raises(NonFiniteError) as error:
-        sqrt_covariance(x, True, solver="eigh")
+        sqrt_covariance(x, True, solver="eigh", dtype=dtype)
     assert error.value.samples == (1, 3)
 
 
 @batched
-@pytest.mark.parametrize("solver", ["eigh", "products"])
-def test_no_synchronisation(solver):
+@pytest.mark.parametrize("kappa", [1e2, 1e6])
+@pytest.mark.parametrize("shape", [(48, 100), (60, 40)])
+def test_float32_against_float64(shape, kappa):
+    d, n = shape
+    x = features(d, n, log_spectrum(min(d, n - 1), kappa), seed=1, batch=3).float().cuda()
+    g = torch.randn(3, d, d, generator=generator(2)).cuda()
+    results = []
+    for dtype in (torch.float32, F64):
+        y = x.clone().requires_grad_()
+        q = sqrt_covariance(y, True, dtype=dtype)
+        results.append((q.detach(), torch.autograd.grad(q, y, g)[0]))
+    (q, dx), (exact, slope) = results
+    assert relative(q, exact) < 2e-5
+    assert relative(dx, slope) < 1e-3
+
+
+@batched
+@pytest.mark.parametrize(
+    "solver, dtype", [("eigh", F64), ("products", F64), ("eigh", torch.float32), ("gram", torch.float32)]
+)
+def test_no_synchronisation(solver, dtype):
     x = torch.randn(4, 32, 100, device="cuda", requires_grad=True)
     for _ in range(4):
-        sqrt_covariance(x, True, solver=solver).sum().backward()
+        sqrt_covariance(x, True, solver=solver, dtype=dtype).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        sqrt_covariance(x, True, solver=solver).sum().backward()
+        sqrt_covariance(x, True, solver=solver, dtype=dtype).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -118,7 +118,7 @@ def two_threads():
     """Distribute batches over two workers on any machine."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
-    eigen._workers.cache_clear()
+    eigen.workers.cache_clear()
     yield
     torch.set_num_threads(before)
 
