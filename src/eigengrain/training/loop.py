@@ -39,6 +39,7 @@ from eigengrain.training.checkpoint import (
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import generator_states, join, preserve_generators, restore_generators, seed_everything
 from eigengrain.training.evaluation import evaluate
+from eigengrain.training.features import FeatureBatches
 from eigengrain.training.loss import hits
 from eigengrain.training.plan import dry_run
 from eigengrain.training.run_folder import ARGUMENTS, MODEL, RESULTS
@@ -122,6 +123,13 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
 def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     config, process, model, optimiser = run.config, run.process, run.model, run.optimiser
     out, total = Path(config.out), len(run.loaders.train)
+
+    def stop_before_training() -> None:
+        if request.signal and not process.distributed:
+            raise Interrupted(request.signal, "while the features were computed")
+
+    if isinstance(run.loaders.train, FeatureBatches):
+        run.loaders.train.each = stop_before_training
     with restoring(out / LAST) if (out / LAST).exists() else nullcontext():
         progress, generators = _start_or_resume(run, out)
     if process.is_main:
@@ -156,6 +164,8 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
         checkpoint = out / LAST if (out / LAST).exists() else None
         return Diverged(reason, progress.epoch + 1, batch, total, loss, checkpoint)
 
+    if isinstance(run.loaders.train, FeatureBatches) and progress.epoch < config.epochs:
+        run.loaders.train.fill()  # here, so that the first epoch is not timed with it
     shown = TrainingProgress(config.epochs, total, config.batch_size, process.is_main)
     with shown, nullcontext() if board is None else board:
         while progress.epoch < config.epochs and not _stalled(config, progress):
@@ -247,7 +257,7 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     if loader is None:
                         continue
                     try:
-                        [score] = evaluate(run.evaluated, loader, process, **config.precision, each=stop_evaluation)
+                        [score] = evaluate(run.evaluated, loader, process, **run.precision, each=stop_evaluation)
                     except NonFiniteError as error:
                         raise diverged("the scores are not finite") from error
                     results |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}
