@@ -198,6 +198,7 @@ def test_a_dry_run_computes_some_features_only(tmp_path, capsys, monkeypatch):
     assert train(frozen(tmp_path, dry_run=True, model=VIT), colours(val=5)) is None
     [document] = printed
     assert document["estimate"]["seconds"] > 0
+    assert torch.is_grad_enabled()
     assert "features" in document["plan"]
     assert not (tmp_path / "last.pt").exists()
 

@@ -270,7 +270,7 @@ class CovarianceNet(nn.Module):
             >>> from eigengrain.models import create_model
             >>> model = create_model("test_resnet", head="gap", num_classes=2)
             >>> model.freeze_backbone()
-            >>> model.train().head.training, model.backbone.training, model.backbone.conv1.weight.requires_grad
+            >>> model.train().head.training, model.backbone.training, next(model.backbone.parameters()).requires_grad
             (True, False, False)
         """
         self.backbone_frozen = True

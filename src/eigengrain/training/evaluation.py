@@ -88,6 +88,8 @@ def evaluate(
         (3, [1, 2], 100.0)
     """
     process = process or Process(next(model.parameters()).device)
+    if flip and from_features:
+        raise ArgumentError("flip", "needs images instead of their features", remedy="leave it out")
     device, classes = process.device, model.num_classes
     exact = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     for subset in (subset for subset in subsets if subset != "own"):  # check before the first pass of the backbone

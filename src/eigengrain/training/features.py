@@ -49,9 +49,10 @@ class FeatureBatches(Batches):
 
     def computed(self) -> Iterator[tuple[Tensor, Tensor]]:
         """The same batches with features that are computed from the images and not kept."""
-        with torch.no_grad():
-            for images, labels in self.images:
-                yield self.compute(images), labels
+        for images, labels in self.images:
+            with torch.no_grad():
+                features = self.compute(images)
+            yield features, labels
 
     @abstractmethod
     def fill(self) -> None:
@@ -127,7 +128,8 @@ class TrainingFeatures(FeatureBatches):
         dataset.transform = copy.copy(self.pipeline)
         dataset.transform.flip = False
         size = max(self.batch_size // self.process.world_size, 1)
-        batches = make_loader(dataset, size, train=False, workers=self.workers)
+        on_gpu = self.process.device.type == "cuda"
+        batches = make_loader(dataset, size, train=False, workers=self.workers, pin_memory=on_gpu)
         features, start = torch.empty(0), 0
         with torch.no_grad():
             for images, _ in track(batches, len(batches), self.title, show=self.process.is_main):

@@ -128,10 +128,14 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
         if request.signal and not process.distributed:
             raise Interrupted(request.signal, "while the features were computed")
 
-    if isinstance(run.loaders.train, FeatureBatches):
-        run.loaders.train.each = stop_before_training
+    features = [loader for loader in run.loaders if isinstance(loader, FeatureBatches)]
+    for kept in features:
+        kept.each = stop_before_training
     with restoring(out / LAST) if (out / LAST).exists() else nullcontext():
         progress, generators = _start_or_resume(run, out)
+    if progress.epoch < config.epochs and not _stalled(config, progress):
+        for kept in features:
+            kept.fill()  # here, so that the first epoch is not timed with it
     if process.is_main:
         write_arguments(out, config)
         write_split(out, run.sources, config.data.root)
@@ -164,8 +168,6 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
         checkpoint = out / LAST if (out / LAST).exists() else None
         return Diverged(reason, progress.epoch + 1, batch, total, loss, checkpoint)
 
-    if isinstance(run.loaders.train, FeatureBatches) and progress.epoch < config.epochs:
-        run.loaders.train.fill()  # here, so that the first epoch is not timed with it
     shown = TrainingProgress(config.epochs, total, config.batch_size, process.is_main)
     with shown, nullcontext() if board is None else board:
         while progress.epoch < config.epochs and not _stalled(config, progress):
