@@ -31,6 +31,8 @@ INTERPOLATIONS = ("bilinear", "bicubic", "nearest", "lanczos")
 
 AMP = ("none", "bf16", "fp16")
 CACHES = ("none", "device")
+#: parts of a model that a training can leave as they are
+FREEZES = ("backbone",)
 #: against classes of different sizes: classes drawn equally often, or weights of the loss
 BALANCES = ("none", "sampler", "weights")
 LOGS = ("none", "tensorboard")

@@ -21,7 +21,8 @@ def two(tmp_path_factory):
     """Folder of two processes of :mod:`training.two_processes`; that they exit is part of the test."""
     out = tmp_path_factory.mktemp("two")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    folders = (str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(folders), "OMP_NUM_THREADS": "1"}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen([*command, "-m", "training.two_processes", str(out)], env=environment, **pipes) as process:
         try:
@@ -68,6 +69,17 @@ def test_accuracy_counts_every_image_once(one, two):
 def test_the_model_is_the_same(one, two):
     alone, shared = (load_file(folder / "model/model.safetensors") for folder in (one[0], two / "run"))
     assert alone.keys() == shared.keys()
+    assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
+
+
+def test_a_frozen_backbone_whose_features_are_shared(seen, two, tmp_path):
+    losses = []
+    config = without_batch_statistics(tmp_path, epochs=2, freeze="backbone", accumulate=2)
+    train(config, colours(), lambda e, b, loss: losses.append(loss))
+    together = [(a + b) / 2 for a, b in zip(*(each["frozen"] for each in seen), strict=True)]
+    assert len(together) == len(losses) == 10
+    assert max(abs(a - b) for a, b in zip(together, losses, strict=True)) <= 1e-5
+    alone, shared = (load_file(folder / "model/model.safetensors") for folder in (tmp_path, two / "frozen"))
     assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
 
 

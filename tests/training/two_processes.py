@@ -1,7 +1,8 @@
 """Program for torchrun with two processes; each writes what it saw to ``OUT/RANK.json``.
 
 In this order: groups that are joined again and again with a different process late each time; a run with its losses; a run
-with mixed images; a run that is stopped while its checkpoint is written slowly; a network that outlives its process group.
+with mixed images; a run with a frozen backbone; a run that is stopped while its checkpoint is written slowly; a network
+that outlives its process group.
 """
 
 import json
@@ -41,6 +42,14 @@ def join_often() -> list[int]:
 def losses(out: Path) -> list[float]:
     values = []
     train(without_batch_statistics(out, **CHANGES), colours(), lambda epoch, batch, loss: values.append(loss))
+    return values
+
+
+def frozen(out: Path) -> list[float]:
+    """Losses of a run with a frozen backbone, whose features the processes share."""
+    values = []
+    changes = {"epochs": 2, "freeze": "backbone", "accumulate": 2}
+    train(without_batch_statistics(out, **changes), colours(), lambda epoch, batch, loss: values.append(loss))
     return values
 
 
@@ -84,6 +93,7 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     folder = Path(sys.argv[1])
     seen = {"sums": join_often(), "losses": losses(folder / "run"), "mixed": mixed(folder / "mixed")}
+    seen |= {"frozen": frozen(folder / "frozen")}
     seen |= {"saved": stop_during_a_slow_save(folder / "stopped")}
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
     outlive_the_group()

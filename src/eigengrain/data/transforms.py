@@ -110,7 +110,11 @@ class Pipeline:
             crop = RandomResizedCrop.get_params(image, list(scale), list(ratio))  # type: ignore[arg-type]
         elif self.random_crop and self.crop is not None:
             crop = RandomCrop.get_params(image, (self.crop, self.crop))
-        return crop, self.flip and bool(torch.rand(1) < 0.5)
+        return crop, self.choose_flip()
+
+    def choose_flip(self) -> bool:
+        """Draw whether to flip: all that is random without random crops."""
+        return self.flip and bool(torch.rand(1) < 0.5)
 
     def normalise(self, pixels: Tensor) -> Tensor:
         """Convert uint8 (…, 3, H, W) to float32: the same numbers as torchvision, without its intermediate copy."""

@@ -85,7 +85,7 @@ def create_model(
         stages: number of last stages (blocks of a ViT) whose maps are stacked, each with its own reduction; by default 2
             for ``hcov``, else 1.
         img_size: side, or (height, width), for backbones that are built for one size (ViT, Swin).
-        weights: local file, ``.safetensors`` or a PyTorch file without code, see :func:`load_weights`.
+        weights: local file, ``.safetensors``, ``.npz`` or a PyTorch file without code, see :func:`load_weights`.
         pretrained: download the weights of the backbone from its library.
         head_options: keyword arguments of the head.
         drop_rate: dropout between the head's vector and the classifier.

@@ -34,9 +34,12 @@ class MixedPrecision(nn.Module):
 
     def features(self, images: Tensor) -> Tensor:
         """Images → feature map, in float32."""
+        return widen(self.raw_features(images))
+
+    def raw_features(self, images: Tensor) -> Tensor:
+        """Images → feature map, in the precision in which the backbone ends."""
         with torch.autocast(images.device.type, self.dtype, enabled=self.dtype is not None):
-            features = self._map_for(images)(images)
-        return features if self.dtype is None else features.float()
+            return self._map_for(images)(images)
 
     def _map_for(self, images: Tensor) -> Callable[[Tensor], Tensor]:
         """The captured backbone if the batch has its shape; a smaller last batch runs without a graph."""
@@ -49,6 +52,18 @@ class MixedPrecision(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         return self.model.forward_head(self.features(images))
+
+
+class FromFeatures(MixedPrecision):
+    """A model that gets feature maps of its backbone instead of images, for a frozen backbone."""
+
+    def features(self, images: Tensor) -> Tensor:
+        return widen(images)
+
+
+def widen(features: Tensor) -> Tensor:
+    """Features in half precision as float32; others as they are."""
+    return features.float() if features.dtype in AUTOCAST.values() else features
 
 
 class _FeatureMap(nn.Module):

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
@@ -102,6 +102,7 @@ class CovarianceNet(nn.Module):
             :func:`eigengrain.training.calibrate_vectors`.
         trained_size: (height, width) of the last images in training mode, None before the first; not if compiled.
         described_size: ``input_size`` in ``pretrained_cfg`` when the model was created or loaded.
+        backbone_frozen: whether :meth:`freeze_backbone` was called; it is not saved with the model.
         layout: layout of the backbone's own features, before they become a map.
         backbone_classifier: name of the backbone's own classifier, which was removed.
     """
@@ -149,6 +150,7 @@ class CovarianceNet(nn.Module):
         self.backbone_classifier = backbone.classifier
         self.trained_size: tuple[int, int] | None = None
         self.described_size: tuple[int, int, int] = backbone.description["input_size"]
+        self.backbone_frozen = False
         self._rank_warned = False
         self.reset_classifier(num_classes)
 
@@ -260,6 +262,27 @@ class CovarianceNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → class scores (B, num_classes)."""
         return self.forward_head(self.forward_features(x))
+
+    def freeze_backbone(self) -> None:
+        """Keep the backbone as it is in training: it gets no gradient, and stays in eval mode, as do its batch statistics.
+
+        Example:
+            >>> from eigengrain.models import create_model
+            >>> model = create_model("test_resnet", head="gap", num_classes=2)
+            >>> model.freeze_backbone()
+            >>> model.train().head.training, model.backbone.training, next(model.backbone.parameters()).requires_grad
+            (True, False, False)
+        """
+        self.backbone_frozen = True
+        self.backbone.requires_grad_(False)
+        self.backbone.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Switch to training mode, or to eval mode; a frozen backbone stays in eval mode."""
+        super().train(mode)
+        if self.backbone_frozen:
+            self.backbone.eval()
+        return self
 
     def get_classifier(self) -> nn.Module:
         return self.classifier

@@ -68,7 +68,8 @@ def parameter_groups(
             ``model.no_weight_decay()`` from decay, in groups named ``.../no_decay``.
 
     Returns:
-        Dictionaries with ``name``, ``params``, ``lr`` and ``weight_decay``; a part without parameters has no group.
+        Dictionaries with ``name``, ``params``, ``lr`` and ``weight_decay``; a part without parameters, or whose parameters
+        are all frozen, has no group.
 
     Example:
         >>> from eigengrain.models import create_model
@@ -87,4 +88,4 @@ def parameter_groups(
         key = part if decays else f"{part}/no_decay"
         empty = {"name": key, "params": [], "lr": lr * scales[part], "weight_decay": weight_decay if decays else 0.0}
         groups.setdefault(key, empty)["params"].append(parameter)
-    return list(groups.values())
+    return [group for group in groups.values() if any(parameter.requires_grad for parameter in group["params"])]

@@ -9,7 +9,7 @@ import re
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
@@ -18,20 +18,29 @@ from typing import Any, BinaryIO
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from eigengrain.errors import FileError, WeightsError
 from eigengrain.files import check_file
+from eigengrain.models.layouts import BACKBONE, Reading, into_backbone, readings, rename
 from eigengrain.models.model import CovarianceNet
+from eigengrain.models.numpy_file import read_arrays
 from eigengrain.text import printable
 
 logger = logging.getLogger("eigengrain")
 
 TORCH_SUFFIXES = (".pth", ".pt", ".bin", ".tar", ".ckpt")
-BACKBONE = "backbone."
 
 # keys under which training scripts save the parameters, in order of preference
-_WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "state_dict_ema")
+_WRAPPERS = ("state_dict", "model", "model_state_dict", "model_ema", "state_dict_ema", "teacher")
+
+# tokens of a ViT beside those of the patches, which every other token depends on, and a backbone that has them
+_TOKENS = {
+    "cls_token": "one with a class token",
+    "dist_token": "a distilled one, such as deit_tiny_distilled_patch16_224",
+    "reg_token": "one with as many register tokens, such as vit_small_patch14_reg4_dinov2",
+    "register_tokens": "one with as many register tokens, such as vit_small_patch14_reg4_dinov2",
+}
 
 # characters of a tensor's name that a message shows
 _MAX_NAME = 100
@@ -51,11 +60,6 @@ _GLOBALS = re.compile(
 _MAX_HEADER = 1 << 24
 _BITS = {"BOOL": 8, "F4": 4, "BF16": 16, "C64": 64} | dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6)
 _BITS |= dict.fromkeys(("F8_E5M2", "F8_E4M3", "F8_E8M0"), 8) | {f"{k}{n}": n for k in "FIU" for n in (8, 16, 32, 64)}
-
-#: name in the file -> name in the model
-Renaming = Callable[[str], str]
-#: name in the model -> name in the file, tensor
-Reading = dict[str, tuple[str, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -95,26 +99,27 @@ def _first(names: Iterable[str], shown: int) -> str:
 def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: bool = False) -> LoadReport:
     """Load a local file into a model.
 
-    The file can be a checkpoint of such a model, a state dict of the backbone alone from timm or torchvision, or an MPN-COV
-    network of fast-MPN-COV or DifferentiableSVD. The naming that fits most tensors is used. A classifier of another size,
-    or a head that the file does not have, stays as it is. The report is logged to ``eigengrain`` at INFO.
+    The file can be a checkpoint of such a model; a state dict of the backbone alone from timm, torchvision or torch hub
+    (DeiT, DINO, DINOv2); for a ViT of timm, also a ViT, DeiT or DINOv2 of Hugging Face transformers, or a ViT of Google
+    (``.npz``); or an MPN-COV network of fast-MPN-COV or DifferentiableSVD. The layout that fits most tensors is used.
+    Position embeddings are resampled to the grid of the model, as timm does. A classifier of another size, or a head that
+    the file does not have, stays as it is. The report is logged to ``eigengrain`` at INFO.
 
     Args:
         model: from :func:`create_model`; loaded in place.
-        path: a ``.safetensors`` or PyTorch file, or a folder with ``model.safetensors``; no code in it is run.
+        path: a ``.safetensors``, ``.npz`` or PyTorch file, or a folder with ``model.safetensors``; no code in it is run.
         strict: raise an error unless file and model have the same tensors.
 
     Raises:
         FileError: if the file cannot be read.
-        WeightsError: if less than half of the backbone's tensors are in the file, a floating-point tensor has another type
-            there, or ``strict`` is violated.
+        WeightsError: if less than half of the backbone's tensors are in the file, it is of a network with other class,
+            distillation or register tokens, a floating-point tensor has another type there, or ``strict`` is violated.
     """
     tensors = read_tensors(path)
     own = model.state_dict()
-    readings = [_rename(tensors, renaming) for renaming in _renamings(model, tensors)]
-    best = max((_Fit(reading, own) for reading in readings), key=_Fit.score)
+    best = max((_Fit(reading, own) for reading in readings(tensors, model)), key=_Fit.score)
     if best.backbone_missing:
-        originals = (best.reading, _rename(tensors, _into_backbone))
+        originals = (best.reading, rename(tensors, into_backbone))
         adapted = [_adapt(reading, model, as_timm) for reading in originals for as_timm in (True, False)]
         best = max((best, *(_Fit(reading, own) for reading in adapted)), key=_Fit.score)
     backbone, report = model.config["backbone"], best.report(Path(path))
@@ -126,6 +131,8 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
     if 2 * best.backbone_matched < (needed := best.backbone_matched + len(best.backbone_missing)):
         problem = f"only {best.backbone_matched} of the {needed} tensors of backbone {backbone!r} are in it"
         raise WeightsError(Path(path), f"{problem}: it is of another network", report)
+    if tokens := best.token_problem(own, backbone):
+        raise WeightsError(Path(path), tokens, report)
     for name, tensor in best.matched.items():
         if own[name].is_floating_point() and not tensor.is_floating_point():
             kind = str(tensor.dtype).removeprefix("torch.")
@@ -177,6 +184,21 @@ class _Fit:
                 blocks[first.removeprefix(BACKBONE)] = None
         return list(blocks)
 
+    def token_problem(self, own: dict[str, Tensor], backbone: str) -> str | None:
+        """Why a ViT does not have the tokens of the file, None if it has: its map would not be that of the file."""
+        positions = f"{BACKBONE}pos_embed"
+        if positions not in own:
+            return None
+        for token, remedy in _TOKENS.items():
+            if (name := BACKBONE + token) in self.reading and name not in self.matched:
+                shape = " × ".join(map(str, self.reading[name][1].shape))
+                return f"its {token} ({shape}) does not fit backbone {backbone!r}: use {remedy}"
+        if positions in self.reading and positions not in self.matched:
+            old, new = (tuple(t.shape) for t in (self.reading[positions][1], own[positions]))
+            remedy = "use one with the same class, distillation and register tokens, or square images"
+            return f"its position embeddings {old} do not fit those of backbone {backbone!r}, {new}: {remedy}"
+        return None
+
     def score(self) -> tuple[int, int]:
         """Readings with more matches are better; among equals, those with fewer mismatches."""
         return len(self.matched), -len(self.mismatched)
@@ -198,6 +220,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     check_file(file)
     if file.suffix.lower() in TORCH_SUFFIXES:
         named = _unwrap(read_torch(file), file)
+    elif file.suffix.lower() == ".npz":
+        named = {name: torch.from_numpy(array) for name, array in read_arrays(file).items()}
     elif file.suffix.lower() == ".safetensors":
         read_shapes(file)
         try:
@@ -205,7 +229,7 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
         except (SafetensorError, OSError, ValueError, KeyError) as error:
             raise FileError(file, f"it is not a safetensors file, or only a part of one: {error}") from error
     else:
-        raise FileError(file, f"weights are read from .safetensors, {', '.join(TORCH_SUFFIXES)} files")
+        raise FileError(file, f"weights are read from .safetensors, .npz, {', '.join(TORCH_SUFFIXES)} files")
     _check_tensors(named, file)
     return {_bare_name(name): tensor for name, tensor in named.items()}
 
@@ -319,65 +343,6 @@ def _check_tensors(named: dict[str, Tensor], file: Path) -> None:
 def _bare_name(name: str) -> str:
     """Remove the prefixes of DataParallel and torch.compile, also of inner modules, and ``model.`` (Lightning)."""
     return ".".join(part for part in name.split(".") if part not in ("module", "_orig_mod")).removeprefix("model.")
-
-
-# MPN-COV networks split into features, representation and classifier: a ResNet is a plain sequence there, with the
-# reduction at its end if the network was pretrained with it
-_RESNET_SEQUENCE = {
-    "0": "backbone.conv1",
-    "1": "backbone.bn1",
-    "8": "head.reduce.0",
-    "9": "head.reduce.1",
-    **{str(stage + 3): f"backbone.layer{stage}" for stage in (1, 2, 3, 4)},
-}
-_REDUCTION = re.compile(r"representation\.conv_dr_block\.(\d+)\.")
-# the same networks as a class of their own
-_OWN_CLASS = {"layer_reduce": "head.reduce.0", "layer_reduce_bn": "head.reduce.1", "fc": "classifier"}
-
-
-def _into_backbone(name: str) -> str:
-    return BACKBONE + name
-
-
-def _from_sequence(name: str) -> str:
-    return BACKBONE + name if name.startswith("features.") else _REDUCTION.sub(r"head.reduce.\1.", name)
-
-
-def _from_resnet_sequence(name: str) -> str:
-    part, number, rest = (*name.split(".", 2), "", "")[:3]
-    if part == "features":
-        return f"{_RESNET_SEQUENCE[number]}.{rest}" if number in _RESNET_SEQUENCE else name
-    return _from_sequence(name)
-
-
-def _from_own_class(name: str) -> str:
-    part, _, rest = name.partition(".")
-    return f"{_OWN_CLASS[part]}.{rest}" if part in _OWN_CLASS else BACKBONE + name
-
-
-def _renamings(model: CovarianceNet, names: Iterable[str]) -> Iterator[Renaming]:
-    """Candidate namings for a file with these names, the likeliest first."""
-    parts = {name.partition(".")[0] for name in names}
-    yield from (str, _into_backbone)
-    if "features" in parts:
-        yield from (_from_resnet_sequence, _from_sequence)
-    if "layer_reduce" in parts:
-        yield _from_own_class
-    # after average pooling the file's own classifier fits ours, if no layer between the two was cut off
-    original = model.backbone_classifier
-    others = {name.partition(".")[0] for name in names if name.rpartition(".")[0] != original}
-    removed = {name for name, child in model.backbone.named_children() if isinstance(child, nn.Identity)}
-    if model.config["head"] == "gap" and model.layout.kind == "NCHW" and original and others.isdisjoint(removed):
-
-        def with_classifier(name: str) -> str:
-            module, _, parameter = name.rpartition(".")
-            return f"classifier.{parameter}" if module == original else BACKBONE + name
-
-        yield with_classifier
-
-
-def _rename(tensors: dict[str, Tensor], renaming: Renaming) -> Reading:
-    return {renaming(name): (name, tensor) for name, tensor in tensors.items()}
 
 
 def _adapt(reading: Reading, model: CovarianceNet, as_timm: bool) -> Reading:

@@ -217,7 +217,7 @@ def calibrate(run: Run) -> None:
 
     The subspace is from at most TRAINING_IMAGES training images, prepared as for a test.
     """
-    if run.loaders.val is None:
+    if run.images.val is None:
         return
     train, model = run.sources.train, run.evaluated
     some = train.subset(range(0, len(train), -(-len(train) // TRAINING_IMAGES)))
@@ -226,7 +226,7 @@ def calibrate(run: Run) -> None:
     share: dict[str, Any] = {"rank": run.process.rank, "world_size": run.process.world_size}
     loader = make_loader(some, run.config.batch_size, train=False, workers=run.config.workers, **share)
     training = collect(model, loader, run.process)
-    model.calibration = fit_calibration(collect(model, run.loaders.val, run.process), training)
+    model.calibration = fit_calibration(collect(model, run.images.val, run.process), training)
 
 
 def rejection_threshold(model: CovarianceNet, accept: float | None = None) -> float:

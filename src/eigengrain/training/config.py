@@ -8,7 +8,7 @@ from typing import Any, Literal
 from eigengrain.data.datasets.registry import check_names, find_entry, list_datasets
 from eigengrain.data.preprocessing import Transforms
 from eigengrain.errors import ArgumentError
-from eigengrain.names import AMP, BACKBONES, BALANCES, CACHES, DEVICES, HEADS, LOGS, SCHEDULES, SELECTIONS, STRIDES
+from eigengrain.names import AMP, BACKBONES, BALANCES, CACHES, DEVICES, FREEZES, HEADS, LOGS, SCHEDULES, SELECTIONS, STRIDES
 from eigengrain.options import build, check, setting
 from eigengrain.recipes import list_recipes, recipe_path
 from eigengrain.yaml_files import read_mapping
@@ -183,6 +183,9 @@ class Train:
         cutmix: replace a rectangle of each image by that of another one, with a size from a beta distribution with this
             parameter, such as 1; 0 for none. With mixup too, each batch uses one of them.
         mix_probability: fraction of the batches that mixup and cutmix change.
+        freeze: 'backbone' trains head and classifier alone: the backbone gets no gradient, and its batch statistics stay.
+        cache_features: with a frozen backbone, compute the features of each image once, if its training images are the same
+            in every epoch or flipped; false computes them for every batch.
         amp: precision of the backbone: none (float32), bf16 or fp16. Head, classifier and loss use at least float32.
         ema: decay of averaged weights, such as 0.999, which are then evaluated and kept; null for no averaging.
         channels_last: use the channels-last memory layout, which is faster in half precision.
@@ -220,6 +223,8 @@ class Train:
     mixup: float = setting(0.0, least=0)
     cutmix: float = setting(0.0, least=0)
     mix_probability: float = setting(1.0, above=0)
+    freeze: str | None = setting(None, choices=FREEZES)
+    cache_features: bool = True
     amp: str = setting("none", choices=AMP)
     ema: float | None = setting(None, above=0, below=1)
     channels_last: bool = False
@@ -256,6 +261,8 @@ class Train:
         if self.cuda_graphs and self.accumulate > 1:
             problem = "cannot be combined with {accumulate}: a CUDA graph overwrites the previous gradients"
             raise ArgumentError("cuda_graphs", problem)
+        if self.cuda_graphs and self.freeze is not None:
+            raise ArgumentError("cuda_graphs", "cannot be combined with {freeze}: there is no backward pass to capture")
         self.check_validation(self.data.may_have_validation)
 
     @property

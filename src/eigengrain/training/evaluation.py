@@ -10,7 +10,7 @@ from torch import Tensor
 from eigengrain.errors import ArgumentError, NonFiniteError
 from eigengrain.heads import SpectralHead
 from eigengrain.models import CovarianceNet
-from eigengrain.models.mixed_precision import MixedPrecision
+from eigengrain.models.mixed_precision import FromFeatures, MixedPrecision
 from eigengrain.models.model import eval_mode
 from eigengrain.training.distributed import Process
 
@@ -59,6 +59,7 @@ def evaluate(
     flip: bool = False,
     amp: str = "none",
     channels_last: bool = False,
+    from_features: bool = False,
     each: Callable[[], object] = lambda: None,
 ) -> list[Score]:
     """Accuracy of a model, one :class:`Score` per eigenvalue subset, from one pass of the backbone.
@@ -71,6 +72,7 @@ def evaluate(
         flip: average the probabilities of each image and its mirror image.
         amp: precision of the backbone.
         channels_last: use the channels-last memory layout.
+        from_features: the batches have feature maps of the backbone instead of images, without ``flip``.
         each: function that is called after every batch.
 
     Raises:
@@ -86,6 +88,8 @@ def evaluate(
         (3, [1, 2], 100.0)
     """
     process = process or Process(next(model.parameters()).device)
+    if flip and from_features:
+        raise ArgumentError("flip", "needs images instead of their features", remedy="leave it out")
     device, classes = process.device, model.num_classes
     exact = torch.device("cpu") if device.type == "mps" else device  # MPS has no float64
     for subset in (subset for subset in subsets if subset != "own"):  # check before the first pass of the backbone
@@ -94,7 +98,7 @@ def evaluate(
             raise ArgumentError("subset", problem, subset, "leave it out")
         with model.head.keeping(subset):
             pass
-    net = MixedPrecision(model, amp)
+    net = (FromFeatures if from_features else MixedPrecision)(model, amp)
     # per subset: correct predictions of each class; sums of top-5 hits and of the loss
     correct = torch.zeros(len(subsets), classes, dtype=torch.float64, device=exact)
     sums = torch.zeros(len(subsets), 2, dtype=torch.float64, device=exact)

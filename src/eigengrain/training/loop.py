@@ -39,6 +39,7 @@ from eigengrain.training.checkpoint import (
 from eigengrain.training.config import Train, differences, to_mapping
 from eigengrain.training.distributed import generator_states, join, preserve_generators, restore_generators, seed_everything
 from eigengrain.training.evaluation import evaluate
+from eigengrain.training.features import FeatureBatches
 from eigengrain.training.loss import hits
 from eigengrain.training.plan import dry_run
 from eigengrain.training.run_folder import ARGUMENTS, MODEL, RESULTS
@@ -122,8 +123,19 @@ def train(config: Train, sources: Sources | None = None, on_step: OnStep | None 
 def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     config, process, model, optimiser = run.config, run.process, run.model, run.optimiser
     out, total = Path(config.out), len(run.loaders.train)
+
+    def stop_before_training() -> None:
+        if request.signal and not process.distributed:
+            raise Interrupted(request.signal, "while the features were computed")
+
+    features = [loader for loader in run.loaders if isinstance(loader, FeatureBatches)]
+    for kept in features:
+        kept.each = stop_before_training
     with restoring(out / LAST) if (out / LAST).exists() else nullcontext():
         progress, generators = _start_or_resume(run, out)
+    if progress.epoch < config.epochs and not _stalled(config, progress):
+        for kept in features:
+            kept.fill()  # here, so that the first epoch is not timed with it
     if process.is_main:
         write_arguments(out, config)
         write_split(out, run.sources, config.data.root)
@@ -247,7 +259,7 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     if loader is None:
                         continue
                     try:
-                        [score] = evaluate(run.evaluated, loader, process, **config.precision, each=stop_evaluation)
+                        [score] = evaluate(run.evaluated, loader, process, **run.precision, each=stop_evaluation)
                     except NonFiniteError as error:
                         raise diverged("the scores are not finite") from error
                     results |= {f"{split}_top1": score.top1, f"{split}_top5": score.top5, f"{split}_loss": score.loss}

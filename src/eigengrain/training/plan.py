@@ -2,8 +2,8 @@
 
 import sys
 import time
-from collections.abc import Iterator
-from itertools import count, islice
+from collections.abc import Iterable, Iterator
+from itertools import count, cycle, islice
 from typing import NamedTuple
 
 import torch
@@ -13,7 +13,11 @@ from eigengrain import output
 from eigengrain.data import Batches
 from eigengrain.text import counted, duration, few
 from eigengrain.training.evaluation import evaluate
+from eigengrain.training.features import FeatureBatches, TrainingFeatures
 from eigengrain.training.setup import Run
+
+#: images or features, and labels
+Batch = tuple[Tensor, Tensor]
 
 #: batches before the timed ones, least number of timed batches, and seconds after which slow batches are enough
 WARMUP, TIMED, SECONDS = 2, 5, 10.0
@@ -25,8 +29,9 @@ class Speed(NamedTuple):
     """What the batches of a dry run measure."""
 
     loss: float
-    seconds: float  # per batch, including reading its images
+    seconds: float  # per batch, including reading its images, unless their features are kept
     batches: int  # timed ones
+    once: float  # for the features that are kept
 
 
 def dry_run(run: Run) -> None:
@@ -37,9 +42,11 @@ def dry_run(run: Run) -> None:
     """
     model, process = run.model, run.process
     speed = _time_training(run)
-    evaluation = sum(_time_evaluation(run, loader) for loader in (run.loaders.val, run.loaders.test) if loader is not None)
+    times = [_time_evaluation(run, loader) for loader in (run.loaders.val, run.loaders.test) if loader is not None]
+    evaluation = sum(seconds for seconds, _ in times)
+    speed = speed._replace(once=speed.once + sum(once for _, once in times))
     memory = _peak_memory(process.device)
-    images, _ = run.to_device(next(iter(run.loaders.test)))
+    images, _ = run.to_device(next(iter(run.images.test)))
     with torch.no_grad():
         map_size = tuple(model.eval().forward_features(images[:2]).shape[1:])
     if process.is_main:
@@ -54,7 +61,7 @@ def _print_plan(
     model, config, process, sources = run.model, run.config, run.process, run.sources
     total = len(run.loaders.train)
     evaluations = -(-config.epochs // config.eval_every)
-    seconds = config.epochs * total * speed.seconds + evaluations * evaluation
+    seconds = speed.once + config.epochs * total * speed.seconds + evaluations * evaluation
     millions = sum(p.numel() for p in model.parameters()) / 1e6
     plan = {
         "data": f"{sources.train.name}: {len(sources.train)} training, "
@@ -75,6 +82,8 @@ def _print_plan(
         "estimate": f"{duration(seconds)} for all epochs: {duration(total * speed.seconds)} per epoch and "
         f"{duration(evaluation)} per evaluation, from {speed.batches} batches after the first {WARMUP}",
     }
+    if run.from_features:
+        plan["features"] = f"{duration(speed.once)} to compute them once, which the estimate includes"
     if run.unreadable is not None:
         plan["unreadable"] = few([path for path, _ in run.unreadable.problems], UNREADABLE_SHOWN)
     for name, text in plan.items():
@@ -87,11 +96,15 @@ def _print_plan(
 def _time_training(run: Run) -> Speed:
     """Train on batches until enough are timed; those that the workers read during the warm-up do not show their speed."""
     process, accumulate = run.process, run.config.accumulate
+    batches, once = _endless(run.loaders.train), 0.0
+    if isinstance(run.loaders.train, TrainingFeatures):
+        kept, once = _time_features(run, run.loaders.train)
+        batches, once = cycle(kept), once * run.loaders.train.views
     losses: list[float] = []
     begin = start = time.perf_counter()
     warm = 0
     run.net.train()
-    for number, data in enumerate(_endless(run.loaders.train)):
+    for number, data in enumerate(batches):
         images, targets = run.loss.mix(*run.to_device(data), 0, number)
         loss = run.loss(run.net(images), targets)
         run.scaler.scale(loss / accumulate).backward()
@@ -108,17 +121,36 @@ def _time_training(run: Run) -> Speed:
             warm, begin = (len(losses), now) if any(process.max(enough)) else (0, begin)
         elif any(process.max(now - begin > SECONDS or timed >= max(TIMED, 2 * run.config.workers + 1))):
             break
-    return Speed(losses[0], (now - begin) / timed, timed)
+    return Speed(losses[0], (now - begin) / timed, timed, once)
 
 
-def _time_evaluation(run: Run, loader: Batches) -> float:
-    """Seconds for the evaluation of a split, from its first batches; the very first also starts workers."""
+def _time_features(run: Run, loader: FeatureBatches) -> tuple[list[Batch], float]:
+    """The first batches of features, and the seconds for those of all images, which a dry run does not compute."""
+    batches, stamps = [], [time.perf_counter()]
+    for batch in islice(loader.computed(), WARMUP + TIMED):
+        batches.append(batch)
+        float(batch[0].sum())  # waits for the device
+        stamps.append(time.perf_counter())
+        if stamps[-1] - stamps[0] > SECONDS:
+            break
+    first = min(WARMUP, len(batches) - 1)
+    return batches, (stamps[-1] - stamps[first]) / (len(batches) - first) * len(loader)
+
+
+def _time_evaluation(run: Run, loader: Batches) -> tuple[float, float]:
+    """Seconds for the evaluation of a split, from its first batches, and for its features if they are kept.
+
+    The very first batch also starts workers.
+    """
+    batches: Iterable[Batch] = islice(loader, 1 + TIMED)
+    once = 0.0
+    if isinstance(loader, FeatureBatches):
+        batches, once = _time_features(run, loader)
     stamps = [time.perf_counter()]
-    options = run.config.precision
-    batches = islice(loader, 1 + TIMED)
+    options = run.precision
     evaluate(run.evaluated, batches, run.process, **options, each=lambda: stamps.append(time.perf_counter()))
     first, timed = (1, len(stamps) - 2) if len(stamps) > 2 else (0, 1)
-    return (time.perf_counter() - stamps[first]) / timed * len(loader)
+    return (time.perf_counter() - stamps[first]) / timed * len(loader), once
 
 
 def _endless(loader: Batches) -> Iterator[tuple[Tensor, Tensor]]:

@@ -7,7 +7,8 @@ import json
 import math
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,17 +25,19 @@ from eigengrain import output
 from eigengrain.data import Batches, ImageSet, build_transform, find_unreadable, make_loader, open_splits
 from eigengrain.data.check import describe_imbalance, leave_out
 from eigengrain.data.device_cache import Decoded, DeviceCache
+from eigengrain.data.transforms import Pipeline
 from eigengrain.errors import ArgumentError, FileError, MissingPackageError, NonFiniteError, UnreadableImages
 from eigengrain.files import writable
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.backbone import on_meta
-from eigengrain.models.mixed_precision import MixedPrecision
-from eigengrain.models.model import full_rank_reduce
+from eigengrain.models.mixed_precision import FromFeatures, MixedPrecision
+from eigengrain.models.model import eval_mode, full_rank_reduce
 from eigengrain.models.pretrained import current_config, description_of
-from eigengrain.text import printable
+from eigengrain.text import counted, printable
 from eigengrain.training.checkpoint import LAST, remove_temporary_files, write_atomically
 from eigengrain.training.config import Data, Train, to_mapping
 from eigengrain.training.distributed import Process
+from eigengrain.training.features import EvaluationFeatures, FeatureBatches, TrainingFeatures, choose_store, reason_against
 from eigengrain.training.loss import Loss
 from eigengrain.training.run_folder import ARGUMENTS, SPLIT, UNREADABLE
 from eigengrain.training.schedule import build_optimiser, build_schedule
@@ -70,7 +73,8 @@ class Run:
     config: Train
     process: Process
     sources: Sources
-    loaders: Loaders
+    loaders: Loaders  # of images, or of features if a frozen backbone computes them once
+    images: Loaders
     model: CovarianceNet
     net: nn.Module  # the model as the loop calls it: in mixed precision, compiled, distributed
     optimiser: torch.optim.Optimizer
@@ -86,6 +90,16 @@ class Run:
         return self.model if self.ema is None else self.ema.module  # type: ignore[return-value]
 
     @property
+    def from_features(self) -> bool:
+        """Whether the loaders return features instead of images."""
+        return isinstance(self.loaders.train, FeatureBatches)
+
+    @property
+    def precision(self) -> dict[str, Any]:
+        """Arguments of every evaluation of the model on the loaders."""
+        return {**self.config.precision, "from_features": self.from_features}
+
+    @property
     def updates_per_epoch(self) -> int:
         return -(-len(self.loaders.train) // self.config.accumulate)
 
@@ -98,7 +112,8 @@ class Run:
         """Calibrate the vectors from the first batches, if the config says so; before the first step of a run."""
         if self.config.model.calibrate:
             self.loaders.train.set_epoch(0)
-            calibrate_vectors(self.model, map(self.to_device, self.loaders.train), self.process, self.config.amp)
+            batches = map(self.to_device, self.loaders.train)
+            calibrate_vectors(self.model, batches, self.process, self.config.amp, self.from_features)
             if self.ema is not None:
                 self.ema.module.load_state_dict(self.model.state_dict())
 
@@ -157,6 +172,8 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
         if process.device.type != "cuda":
             raise ArgumentError("sync_bn", "needs CUDA devices", remedy="leave it out on the CPU")
         model = convert_sync_batchnorm(model)  # timm's, which keeps the activations of its own normalisations
+    if config.freeze is not None:
+        model.freeze_backbone()
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -174,7 +191,14 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
             raise unreadable
         if process.is_main:
             output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")
-    loaders = make_loaders(sources, model, config, process)
+    keeps_features = config.freeze is not None and config.cache_features
+    if keeps_features and (reason := reason_against(config)) is not None:
+        keeps_features = False
+        if process.is_main:
+            output.note(f"features are computed for every batch: {reason}")
+    # images that are read once are not stored
+    images = make_loaders(sources, model, replace(config, cache="none") if keeps_features else config, process)
+    loaders = images
     if len(loaders.train) == 0:
         raise ValueError(f"{sources.train.name} has no training images")
     transforms = config.data.transforms
@@ -187,14 +211,17 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     ema = ModelEmaV3(model, decay=config.ema, use_warmup=True) if config.ema is not None else None
     if config.cuda_graphs and (process.device.type != "cuda" or process.distributed):
         raise ArgumentError("cuda_graphs", "needs a CUDA device and a single process", remedy="leave it out")
-    net: nn.Module = MixedPrecision(model, config.amp, config.compile, config.cuda_graphs)
+    precise = MixedPrecision(model, config.amp, config.compile, config.cuda_graphs)
+    net: nn.Module = precise
+    if keeps_features:
+        loaders, net = keep_features(images, precise, config, process), FromFeatures(model, config.amp)
     if process.distributed:
         net = DistributedDataParallel(net, device_ids=[process.device] if process.device.type == "cuda" else None)
     scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")
     names = ("label_smoothing", "mixup", "cutmix", "mix_probability", "seed")
     balance = config.data.balance == "weights"
     loss = Loss(sources.train.class_counts(), balance=balance, **{name: getattr(config, name) for name in names})
-    parts = (config, process, sources, loaders, model, net, optimiser, schedule, loss, scaler, ema)
+    parts = (config, process, sources, loaders, images, model, net, optimiser, schedule, loss, scaler, ema)
     return Run(*parts, unreadable=None if config.data.skip_unreadable else unreadable)
 
 
@@ -218,7 +245,11 @@ def _model_options(config: Train, images: ImageSet) -> dict[str, Any]:
 
 @torch.no_grad()
 def calibrate_vectors(
-    model: CovarianceNet, batches: Iterable[tuple[Tensor, Tensor]], process: Process | None = None, amp: str = "none"
+    model: CovarianceNet,
+    batches: Iterable[tuple[Tensor, Tensor]],
+    process: Process | None = None,
+    amp: str = "none",
+    from_features: bool = False,
 ) -> float:
     """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
 
@@ -233,6 +264,7 @@ def calibrate_vectors(
         process: this process and its device, by default a single process on the device of the model; all processes compute
             the same factor.
         amp: precision of the backbone.
+        from_features: the batches have feature maps of the backbone instead of images.
 
     Returns:
         the factor; it stays 1 if the vectors are zero or not finite.
@@ -248,7 +280,8 @@ def calibrate_vectors(
     process = process or Process(next(model.parameters()).device)
     if model.vector_scale != 1:
         return float(model.vector_scale)
-    net, buffers = MixedPrecision(model, amp), [(buffer, buffer.clone()) for buffer in model.buffers()]
+    net = (FromFeatures if from_features else MixedPrecision)(model, amp)
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
     images_seen, squares = 0, 0.0
     model.train()
@@ -365,6 +398,45 @@ def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process:
 
     val = loader(sources.val, train=False) if sources.val is not None else None
     return Loaders(loader(sources.train, train=True), loader(sources.test, train=False), val)
+
+
+def keep_features(images: Loaders, net: MixedPrecision, config: Train, process: Process) -> Loaders:
+    """Loaders of the features of a frozen backbone, which are computed at their first use.
+
+    Raises:
+        ArgumentError: if there is too little memory for them.
+    """
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    model, plain = net.model, MixedPrecision(net.model, config.amp)
+
+    def compute(batch: Tensor, training: bool = False) -> Tensor:
+        batch = batch.to(process.device, non_blocking=True).contiguous(memory_format=layout)
+        if training:  # the model is told the size of training images
+            model.train()
+            return net.raw_features(batch)
+        with eval_mode(model):
+            return plain.raw_features(batch)
+
+    pipeline = images.train.dataset.transform
+    assert isinstance(pipeline, Pipeline)
+    first = images.test.dataset if len(images.test.dataset) else images.train.dataset
+    with torch.no_grad():
+        each = compute(first[0][0][None])
+    views = 2 if pipeline.flip else 1
+    counts = [len(split.dataset) for split in images if split is not None]
+    number = views * counts[0] + sum(counts[1:])
+    needed = -(-number // process.world_size) * each.numel() * each.element_size()
+    store = choose_store(needed, sum(counts), process)
+    if process.is_main:
+        both = ", with their mirror images" if views == 2 else ""
+        size = f"{needed / 2**30:.2f} GiB on {store}" if needed >= 2**27 else f"{needed / 2**20:.1f} MiB on {store}"
+        output.note(f"features of {counted(sum(counts), 'image')} are computed once{both} for training: {size}")
+    place = (store, process)
+    return Loaders(
+        TrainingFeatures(images.train, partial(compute, training=True), *place, workers=config.workers),
+        EvaluationFeatures(images.test, compute, *place),
+        None if images.val is None else EvaluationFeatures(images.val, compute, *place),
+    )
 
 
 def write_arguments(out: Path, config: Train) -> None:
