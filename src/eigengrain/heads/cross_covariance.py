@@ -41,7 +41,7 @@ def leading_singular_value(matrix: Tensor, start: Tensor, iterations: int) -> Te
 
 
 def cross_covariance_svpn(
-    left: Tensor, right: Tensor, start: Tensor, iterations: int = 5, power: float = 0.5, eps: float = 1e-6
+    left: Tensor, right: Tensor, start: Tensor, iterations: int = 10, power: float = 0.5, eps: float = 1e-6
 ) -> Tensor:
     r"""Cross-covariance of two sets of features, normalised by a power of its largest singular value.
 
@@ -119,7 +119,7 @@ class CrossCovariancePooling(Head):
         columns: int | None = None,
         heads: int = 6,
         power: float = 0.5,
-        iterations: int = 5,
+        iterations: int = 10,
         eps: float = 1e-6,
         seed: int = 0,
     ):
