@@ -17,6 +17,7 @@ from eigengrain.environment import pick_device
 from eigengrain.heads import list_heads
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.create import check_backbone
+from eigengrain.models.model import eval_mode
 
 #: Table 8: head -> seconds and MiB for a mini-batch
 PAPER = {"isqrt": (0.28, 4345), "mpncov": (0.30, 4298), "mpncov+seb": (0.31, 4501)}
@@ -36,7 +37,8 @@ class StepBench(measure.Bench):
         reference: head that times are divided by in the column of ratios, if it is among the heads.
         batch: images in a mini-batch; 4 on the CPU and 10 elsewhere by default.
         img_size: side of the images; 224 on the CPU and 448 elsewhere by default.
-        last_stride: 1 for a feature map twice as large in each direction, 2 for the unchanged backbone.
+        last_stride: 1 for a feature map twice as large in each direction, 2 for the unchanged backbone, as ViTs need.
+        class_token: beside joins the class token of a ViT with the vector of each head.
         reduce: channels after the 1 × 1 convolution of heads whose vector grows with the square of the channels; auto is
             256 for maps with more than 512. 128 on the CPU and auto elsewhere by default.
         num_classes: classes of the classifier.
@@ -50,6 +52,7 @@ class StepBench(measure.Bench):
     batch: int | None = None
     img_size: int | None = None
     last_stride: Literal[1, 2] = 1
+    class_token: Literal["beside"] | None = None
     reduce: int | Literal["auto"] | None = None
     num_classes: int = 200
     amp: Literal["none", "bf16", "fp16"] = "none"
@@ -137,6 +140,12 @@ class Trainee:
         with head_clock(self.model.head, self.device) as head_seconds:
             return measure.seconds(self.step, self.device), head_seconds()
 
+    @torch.no_grad()
+    def positions(self) -> int:
+        """Positions of the feature map."""
+        with eval_mode(self.model):
+            return self.model.forward_features(self.images[:1])[0, 0].numel()
+
     def lasting_bytes(self) -> int:
         """Bytes that stay from step to step: weights, statistics, momentum, the mini-batch."""
         momentum = [v for state in self.optimiser.state.values() for v in state.values() if isinstance(v, Tensor)]
@@ -148,7 +157,7 @@ def build(config: StepBench, backbone: str, head: str, device: torch.device) -> 
     """The model of a config without open defaults, with random weights, and its random mini-batch."""
     assert config.batch is not None
     assert config.img_size is not None
-    options = {"head": head, **measure.pick(config, "num_classes", "reduce", "last_stride")}
+    options = {"head": head, **measure.pick(config, "num_classes", "reduce", "last_stride", "class_token")}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = create_model(backbone, **options)
@@ -228,8 +237,9 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
             {
                 "backbone": backbone,
                 "head": head,
-                **measure.pick(config, "batch", "img_size", "last_stride", "amp"),
+                **measure.pick(config, "batch", "img_size", "last_stride", "class_token", "amp"),
                 "channels_last": int(config.channels_last),
+                "positions": trainees[head].positions() if model else None,
                 "channels": model.head.channels if model else None,
                 "vector": model.head_hidden_size if model else None,
                 "step_seconds": measure.ratio(step, digits=6),

@@ -47,7 +47,8 @@ def spectrum(trained: Trained) -> dict[str, Any]:
     parts = []  # also of heads without a covariance
     for batch, _ in trained.batches:
         features = net.features(batch.to(device, memory_format=layout))
-        parts.append(eigh(covariance(model.head.reduce(features), dtype=torch.float64)).values.cpu())
+        pooled, _ = model.split_features(features)
+        parts.append(eigh(covariance(model.head.reduce(pooled), dtype=torch.float64)).values.cpu())
     values = torch.cat(parts)
     images, d = values.shape
     alive = values[:, 0] > 0

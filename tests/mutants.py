@@ -87,6 +87,10 @@ heads/compact.py
     self.order > 2 and → self.order > 3 and
 heads/covariance.py
     subsets, self.seb, *settings, dtype=self.dtype) → subsets, not self.seb, *settings, dtype=self.dtype)
+heads/cross_covariance.py
+    for _ in range(iterations) → for _ in range(iterations - 1)
+    eps / scales[0] / scales[1] → eps
+    scales[0] ** power * scales[1] ** power → scales[0] * scales[1]
 heads/kernel.py
     seed=seed + i) → seed=seed)
 heads/layers.py

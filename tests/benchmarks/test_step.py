@@ -68,6 +68,14 @@ def test_the_clock_counts_its_module_forward_and_backward_and_nothing_else():
     assert 0.06 <= seconds() < 0.2
 
 
+def test_a_vit_with_its_class_token():
+    tokens = {"last_stride": 2, "class_token": "beside", "reduce": "auto", "heads": ["gap", "mpncov+seb"]}
+    gap, seb = bench.measure_steps(filled(reference="gap", **tokens), "test_vit", CPU)
+    assert (gap["positions"], gap["channels"], gap["vector"]) == (16, 64, 64 + 64)
+    assert (seb["positions"], seb["channels"], seb["vector"]) == (16, 12, 78 + 64)
+    assert seb["ratio_to_gap"] > 0
+
+
 def test_the_clock_leaves_no_hooks_behind_an_error():
     head = Waiting(0.0, 0.0)
     with pytest.raises(ValueError, match="of the test"), bench.head_clock(head, CPU):

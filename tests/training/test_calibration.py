@@ -15,7 +15,7 @@ from eigengrain.training import calibrate_vectors, evaluate, train
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Model, Optimiser
 from eigengrain.training.setup import IMAGES, LENGTH
-from training.small_run import colours, small
+from training.small_run import SIZE, colours, small
 from training.test_resume import assert_same_run, stop_at
 
 
@@ -93,18 +93,25 @@ def calibrated(out, **changes):
     return replace(config, model=replace(config.model, calibrate=True))
 
 
-def test_a_calibrated_run_resumes_to_the_same_weights(tmp_path):
-    train(calibrated(tmp_path / "whole"), colours())
+VIT = Model("test_vit", "svpn", head_options={"rows": 3, "heads": 2}, img_size=SIZE, class_token="beside")
+
+
+@pytest.mark.parametrize(
+    ("model", "names"), [(None, ["vector_scale"]), (VIT, ["vector_scale", "token_scale"])], ids=["map", "tokens"]
+)
+def test_a_calibrated_run_resumes_to_the_same_weights(tmp_path, model, names):
+    changes = {} if model is None else {"model": model}
+    train(calibrated(tmp_path / "whole", **changes), colours())
     with pytest.raises(Interrupted):
-        train(calibrated(tmp_path / "parts", workers=2), colours(), stop_at(0, 2))
+        train(calibrated(tmp_path / "parts", workers=2, **changes), colours(), stop_at(0, 2))
     stopped = read_checkpoint(tmp_path / "parts/last.pt")
-    train(calibrated(tmp_path / "parts", resume=True), colours())
+    train(calibrated(tmp_path / "parts", resume=True, **changes), colours())
     assert_same_run(tmp_path / "whole", tmp_path / "parts")
-    factor = stopped["model"]["vector_scale"]
-    last = read_checkpoint(tmp_path / "parts/last.pt")
-    assert factor != 1
-    assert factor == stopped["ema"]["vector_scale"] == last["model"]["vector_scale"] == last["ema"]["vector_scale"]
-    assert factor == from_pretrained(tmp_path / "parts/model").vector_scale
+    last, saved = read_checkpoint(tmp_path / "parts/last.pt"), from_pretrained(tmp_path / "parts/model")
+    for name in names:
+        factor = stopped["model"][name]
+        assert factor != 1
+        assert factor == stopped["ema"][name] == last["model"][name] == last["ema"][name] == saved.get_buffer(name)
 
 
 def test_the_same_batches_are_trained_on_after_calibration(tmp_path):

@@ -197,7 +197,8 @@ class EigenPerturbation:
         if images.device != weight.device:
             raise ArgumentError("x", f"must be on the device of the model, {weight.device}, not on {images.device}")
         with torch.autocast(images.device.type, dtype=self.amp, enabled=self.amp is not None):
-            features = self.model.head.reduce(self.model.forward_features(images.to(weight.dtype)))
+            pooled, _ = self.model.split_features(self.model.forward_features(images.to(weight.dtype)))
+            features = self.model.head.reduce(pooled)
         # MPS has no float64
         return covariance(features, dtype=torch.float32 if images.device.type == "mps" else torch.float64)
 

@@ -3,7 +3,7 @@
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -18,10 +18,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class FeatureLayout:
-    """Layout of the output of a network's ``forward_features``."""
+    """Layout of the output of a network's ``forward_features``, and what of it becomes the feature map."""
 
     kind: Literal["NCHW", "NHWC", "tokens"]  # tokens: (B, prefix + positions, C)
-    prefix_tokens: int = 0  # class and register tokens before the positions; they are dropped
+    prefix_tokens: int = 0  # class and register tokens before the positions; they are not positions of the map
+    class_token: bool = False  # the first token follows the maps as further channels, the same at every position
+    norm: bool | None = None  # the final norm is applied to every stacked block, to none, or (None) to the last one
 
     def to_map(self, features: Tensor, net: nn.Module, image_size: tuple[int, int]) -> Tensor:
         """Convert features to a map (B, C, H, W)."""
@@ -49,14 +51,23 @@ class Backbone:
     classifier: str  # name of the removed classifier, as in checkpoints of the whole network
 
 
-def stacked_map(net: nn.Module, images: Tensor, layout: FeatureLayout, stages: int) -> list[Tensor]:
-    """Maps (B, C, H, W) of the last ``stages`` stages (blocks of a ViT), pooled on average to the size of the last one.
+def feature_parts(net: nn.Module, images: Tensor, layout: FeatureLayout, stages: int = 1) -> list[Tensor]:
+    """Parts (B, C, H, W) of the feature map, from one pass: maps of the last stages, then the class token if it is used.
 
-    The last one is the network's own feature map, with its final normalisation, and is computed in the same pass.
+    The maps of earlier stages (blocks of a ViT) are pooled on average to the size of the last one. The class token, the
+    first one, has the network's final norm. It is repeated at every position, so that the features stay one tensor.
     """
-    own, maps = net.forward_intermediates(images, indices=stages, output_fmt="NCHW")  # type: ignore[operator]
-    last = layout.to_map(own, net, (images.shape[-2], images.shape[-1]))
-    return [*(average_to(part, last) for part in maps[:-1]), last]
+    maps: list[Tensor] = []
+    if stages == 1 and layout.norm is None:
+        own = net.forward_features(images)  # type: ignore[operator]
+    else:
+        options: dict[str, Any] = {} if layout.norm is None else {"norm": layout.norm}
+        own, maps = net.forward_intermediates(images, indices=stages, output_fmt="NCHW", **options)  # type: ignore[operator]
+    last = maps[-1] if layout.norm is False else layout.to_map(own, net, (images.shape[-2], images.shape[-1]))
+    parts = [*(average_to(part, last) for part in maps[:-1]), last]
+    if layout.class_token:
+        parts.append(own[:, 0, :, None, None].expand(-1, -1, last.shape[2], last.shape[3]))
+    return parts
 
 
 @torch.fx.wrap  # one node of a traced graph, because it branches on sizes
@@ -77,7 +88,8 @@ def stage_channels(
     try:
         with torch.inference_mode():
             images = torch.empty(1, *image_shape, device="meta")
-            return tuple(part.shape[1] for part in stacked_map(_meta_copy(net).eval(), images, layout, stages))
+            parts = feature_parts(_meta_copy(net).eval(), images, layout, stages)
+            return tuple(part.shape[1] for part in parts[:stages])
     except (RuntimeError, AssertionError, TypeError, IndexError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ArgumentError("stages", f"cannot be {stages} for backbone {name!r} ({reason})", remedy=remedy) from error
@@ -120,6 +132,22 @@ def detect_layout(net: nn.Module, features: object, name: str) -> FeatureLayout:
         return FeatureLayout("NHWC" if last else "NCHW")
     output = f"a tensor of shape {shape}" if shape else type(features).__name__
     raise ArgumentError("backbone", f"must end with one feature map, not with {output}", name)
+
+
+def use_tokens(
+    layout: FeatureLayout, net: nn.Module, name: str, class_token: bool, token_norm: bool | None
+) -> FeatureLayout:
+    """The layout with the class token beside the map, or another use of the final norm; raise if the network has none."""
+    has_class_token = any(key.startswith("cls_token") for key, _ in net.named_parameters(recurse=False))
+    if class_token and (layout.kind != "tokens" or not has_class_token):
+        remedy = "leave it out, or use a ViT with a class token"
+        raise ArgumentError("class_token", f"cannot be 'beside' for backbone {name!r}, which has none", remedy=remedy)
+    norm: Any = getattr(net, "norm", None)
+    normed = isinstance(norm, nn.Module) and not isinstance(norm, nn.Identity) and hasattr(net, "forward_intermediates")
+    if token_norm is not None and (layout.kind != "tokens" or not normed):
+        problem = f"must be None for backbone {name!r}, whose feature map is not made of tokens with a final norm"
+        raise ArgumentError("token_norm", problem, token_norm, "leave it out")
+    return replace(layout, class_token=class_token, norm=token_norm)
 
 
 def on_meta(build: Callable[[], T]) -> T:
@@ -187,11 +215,18 @@ def _record_calls(net: nn.Module, meta_copy: nn.Module, calls: list[Call], calle
         meta_copy.get_submodule(name).register_forward_hook(recorder(name, module))
 
 
-def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unused: bool = True) -> Probe:
+def probe(
+    net: nn.Module,
+    image_shape: tuple[int, int, int],
+    name: str,
+    find_unused: bool = True,
+    class_token: bool = False,
+    token_norm: bool | None = None,
+) -> Probe:
     """Run ``net.forward_features`` once on the meta device, where nothing is computed.
 
     The network is not changed. ``name`` is for errors. ``find_unused`` also finds the parameters that the map does not
-    depend on, which takes a backward pass.
+    depend on, which takes a backward pass. ``class_token`` and ``token_norm`` are those of the layout.
 
     Raises:
         ArgumentError: if the network has no feature map or does not run on such images.
@@ -205,20 +240,23 @@ def probe(net: nn.Module, image_shape: tuple[int, int, int], name: str, find_unu
             # eval mode, without batch statistics of a single image, dropout and stochastic depth
             meta_copy = _meta_copy(net).eval()
             _record_calls(net, meta_copy, calls, called)
-            own = meta_copy.forward_features(torch.empty(1, *image_shape, device="meta"))  # type: ignore[operator]
-            layout = detect_layout(meta_copy, own, name)
-            features = layout.to_map(own, meta_copy, image_shape[1:])
+            images = torch.empty(1, *image_shape, device="meta")
+            own = meta_copy.forward_features(images)  # type: ignore[operator]
+            layout = use_tokens(detect_layout(meta_copy, own, name), meta_copy, name, class_token, token_norm)
+            parts = [layout.to_map(own, meta_copy, image_shape[1:])]
+            if class_token or token_norm is not None:
+                parts = feature_parts(meta_copy, images, layout)
             parameters = dict(meta_copy.named_parameters())
             gradients: tuple[Tensor | None, ...] = ()
             if find_unused:
-                gradients = torch.autograd.grad(features.sum(), list(parameters.values()), allow_unused=True)
+                gradients = torch.autograd.grad(torch.cat(parts, 1).sum(), list(parameters.values()), allow_unused=True)
     except (RuntimeError, AssertionError) as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         shape = " × ".join(map(str, image_shape))
         raise ArgumentError("backbone", f"does not run on images of {shape} ({reason})", name) from error
     unused = frozenset(key for key, g in zip(parameters, gradients, strict=False) if g is None)
-    height, width = features.shape[2:]
-    return Probe(layout, features.shape[1], (height, width), tuple(calls), frozenset(called), unused)
+    height, width = parts[0].shape[2:]
+    return Probe(layout, parts[0].shape[1], (height, width), tuple(calls), frozenset(called), unused)
 
 
 def cut_after_map(net: nn.Module, probed: Probe) -> None:

@@ -5,11 +5,12 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatch
 from pathlib import Path
 from threading import get_ident
-from typing import Any
+from typing import Any, Literal
 
 import timm
 import torch
@@ -60,6 +61,8 @@ def create_model(
     last_stride: int | None = None,
     stride_on: StrideOn | None = "3x3",
     stages: int | None = None,
+    class_token: Literal["beside"] | bool | None = None,
+    token_norm: bool | None = None,
     img_size: ImageSize | None = None,
     weights: str | os.PathLike[str] | None = None,
     pretrained: bool | None = False,
@@ -84,6 +87,11 @@ def create_model(
         stride_on: ``1x1`` for ResNet weights from Caffe or Keras, whose stages stride on the first 1 × 1 convolution.
         stages: number of last stages (blocks of a ViT) whose maps are stacked, each with its own reduction; by default 2
             for ``hcov``, else 1.
+        class_token: ``beside`` joins the class token of a ViT, after its final norm, with the head's vector, for one linear
+            classifier of both. By default the feature map has the patch tokens alone. A bool is timm's option of that name,
+            whether the network has a class token.
+        token_norm: whether the tokens of a ViT have its final norm in the feature map, in all of ``stages``; None
+            normalises those of the last block, not of earlier ones. Register tokens are always left out.
         img_size: side, or (height, width), for backbones that are built for one size (ViT, Swin).
         weights: local file, ``.safetensors``, ``.npz`` or a PyTorch file without code, see :func:`load_weights`.
         pretrained: download the weights of the backbone from its library.
@@ -108,12 +116,18 @@ def create_model(
     drop = 0.0 if drop_rate is None else drop_rate
     if head_name and head_name not in list_heads():
         raise UnknownName("head", head_name, list_heads())  # before a backbone is downloaded
+    if class_token not in (None, True, False, "beside"):
+        raise ArgumentError("class_token", "must be 'beside' or None", class_token)
+    if isinstance(class_token, bool):
+        backbone_options["class_token"] = class_token
+    beside = class_token == "beside"
     own = [name for name in inspect.signature(create_model).parameters if name != "backbone_options"]
     for option in backbone_options:
-        if get_close_matches(option, own, n=1, cutoff=0.88):  # so close that it is a misspelling
+        if option not in own and get_close_matches(option, own, n=1, cutoff=0.88):  # so close that it is a misspelling
             raise UnknownName("argument", option, own)
     stages = default_stages(head_name) if stages is None else stages
     own_options: dict[str, Any] = {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": img_size}
+    own_options |= {"join_class_token": beside, "token_norm": token_norm}
     given = {key: value for key, value in {"img_size": img_size, **backbone_options}.items() if value is not None}
     with limit_size(_memory() // 4):
         with _refusing(backbone, given):
@@ -122,6 +136,10 @@ def create_model(
     model.config |= {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": body.img_size}
     if stages != default_stages(head_name):
         model.config["stages"] = stages
+    if beside:
+        model.config["class_token"] = class_token
+    if token_norm is not None:
+        model.config["token_norm"] = token_norm
     if weights is not None:
         load_weights(model, weights)
     return model
@@ -196,6 +214,8 @@ def create_backbone(
     stride_on: StrideOn = "3x3",
     img_size: ImageSize | None = None,
     stages: int = 1,
+    join_class_token: bool = False,
+    token_norm: bool | None = None,
     **options: Any,
 ) -> Backbone:
     """Create a network of timm or torchvision up to its feature map.
@@ -203,7 +223,8 @@ def create_backbone(
     Everything after ``forward_features`` is removed, so that every remaining parameter serves the feature map.
 
     Args:
-        name, pretrained, last_stride, stride_on, img_size, stages: as in :func:`create_model`.
+        name, pretrained, last_stride, stride_on, img_size, stages, token_norm: as in :func:`create_model`.
+        join_class_token: join the class token with the feature map.
         options: arguments of the network, see its library; None stands for the network's own default.
 
     Raises:
@@ -238,7 +259,12 @@ def create_backbone(
     if img_size is not None:
         description.pop("test_input_size", None)
 
-    probed = probe(net, image_shape, name)
+    probed = probe(net, image_shape, name, class_token=join_class_token, token_norm=token_norm)
+    layout = probed.layout
+    if layout.norm is False and not layout.class_token:  # nothing needs the norm
+        net.norm, layout = nn.Identity(), replace(layout, norm=None)
+    elif layout.norm and stages == 1:  # as it is
+        layout = replace(layout, norm=None)
     cut_after_map(net, probed)
     probed = edit_strides(net, probed, image_shape, name, last_stride, stride_on)
     description["pool_size"] = probed.size
@@ -247,8 +273,8 @@ def create_backbone(
         options=options,
         img_size=image_shape[1:] if has_fixed_size(net) else None,
         net=net,
-        layout=probed.layout,
-        channels=(probed.channels,) if stages == 1 else stage_channels(net, image_shape, probed.layout, stages, name),
+        layout=layout,
+        channels=(probed.channels,) if stages == 1 else stage_channels(net, image_shape, layout, stages, name),
         description=description,
         # distilled networks have several
         classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",

@@ -14,7 +14,7 @@ from torch.fx import Proxy
 
 from eigengrain.errors import ArgumentError, ShortRankWarning
 from eigengrain.heads import Head, create_head
-from eigengrain.models.backbone import Backbone, stacked_map
+from eigengrain.models.backbone import Backbone, feature_parts
 from eigengrain.models.param_groups import prefix_matcher
 from eigengrain.text import counted
 
@@ -90,16 +90,18 @@ class CovarianceNet(nn.Module):
         head: from the feature map to a vector.
         classifier: from the vector to class scores; an identity for ``num_classes=0``.
         num_classes: number of classes.
-        num_features: channels of the feature map.
+        num_features: channels of the feature map, with those of the class token if the model joins it.
+        class_token_channels: channels of the class token, the last ones of the feature map, see :meth:`split_features`; 0
+            if the model does not join it with the head's vector.
         stage_channels: channels of the last stages whose maps are stacked to the feature map; one number for one stage.
-        head_hidden_size: length of the vector.
+        head_hidden_size: length of the vector, with the class token if the model joins it.
         pretrained_cfg: preprocessing (mean, std, input size, crop) and description, as in timm; also as ``default_cfg``.
         feature_info: channels, reduction and module of each map of :meth:`forward_intermediates`, as in timm.
         config: the arguments of :func:`create_model` that build this model again.
         class_names: names of the classes in the order of the scores, or None.
         calibration: values of :class:`eigengrain.models.calibration.Calibration`, or None for a model without calibration.
         vector_scale: factor of the head's vector, a buffer of the state; 1 unless the vectors are calibrated, see
-            :func:`eigengrain.training.calibrate_vectors`.
+            :func:`eigengrain.training.calibrate_vectors`. The class token, if the model joins it, has a ``token_scale``.
         trained_size: (height, width) of the last images in training mode, None before the first; not if compiled.
         described_size: ``input_size`` in ``pretrained_cfg`` when the model was created or loaded.
         backbone_frozen: whether :meth:`freeze_backbone` was called; it is not saved with the model.
@@ -129,7 +131,13 @@ class CovarianceNet(nn.Module):
         self.classifier: nn.Module = nn.Identity()
         self.vector_scale: Tensor
         self.register_buffer("vector_scale", torch.ones(()))
-        self.num_features = sum(backbone.channels)
+        self.class_token_channels = backbone.channels[-1] if backbone.layout.class_token else 0
+        if self.class_token_channels:
+            self.token_scale: Tensor
+            self.register_buffer("token_scale", torch.ones(()))
+            if isinstance(self.head, Unpooled):
+                raise ArgumentError("class_token", "must be None for a model without pooling", "beside", "name a head")
+        self.num_features = sum(backbone.channels) + self.class_token_channels
         self.drop_rate = drop_rate
         self.pretrained_cfg: dict[str, Any] = {**backbone.description, "classifier": "classifier"}
         if first := backbone.description.get("first_conv"):
@@ -165,7 +173,8 @@ class CovarianceNet(nn.Module):
 
     @property
     def head_hidden_size(self) -> int:
-        return self.head.out_features
+        joined = 0 if isinstance(self.head, Unpooled) else self.class_token_channels
+        return self.head.out_features + joined
 
     @property
     def default_cfg(self) -> dict[str, Any]:
@@ -183,11 +192,16 @@ class CovarianceNet(nn.Module):
     def forward_features(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → feature map (B, num_features, h, w)."""
         self._check_images(x)
-        if len(self.stage_channels) > 1:
-            stack = partial(stacked_map, self.backbone, layout=self.layout, stages=len(self.stage_channels))
-            return torch.cat(self._run(stack, x), dim=1)
-        features = self._run(self.backbone.forward_features, x)  # type: ignore[arg-type]
-        return self.layout.to_map(features, self.backbone, (x.shape[-2], x.shape[-1]))
+        parts = self._run(partial(feature_parts, self.backbone, layout=self.layout, stages=len(self.stage_channels)), x)
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def split_features(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Feature map → the map that the head pools, and the class token (B, C) that joins the head's vector, or None."""
+        if not self.class_token_channels:
+            return features, None
+        pooled = features[:, : -self.class_token_channels]
+        joined = None if isinstance(self.head, Unpooled) else features[:, -self.class_token_channels :, 0, 0]
+        return pooled, joined
 
     def forward_intermediates(
         self,
@@ -230,7 +244,7 @@ class CovarianceNet(nn.Module):
             raise ArgumentError("output_fmt", f"does not suit this backbone ({error})", output_fmt, "use 'NCHW'") from error
         if only:
             return list(result)
-        if len(self.stage_channels) > 1:
+        if len(self.stage_channels) > 1 or self.class_token_channels or self.layout.norm is not None:
             return self.forward_features(x), result[1]
         return self.layout.to_map(result[0], self.backbone, (x.shape[-2], x.shape[-1])), result[1]
 
@@ -246,11 +260,17 @@ class CovarianceNet(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map → class scores (B, num_classes), or the vector (B, head_hidden_size) with ``pre_logits``."""
         self.warn_of_short_rank(x)
-        return self.forward_vector(self.head(x), pre_logits)
+        pooled, class_token = self.split_features(x)
+        return self.forward_vector(self.head(pooled), pre_logits, class_token)
 
-    def forward_vector(self, vector: Tensor, pre_logits: bool = False) -> Tensor:
-        """The head's vector → class scores; with ``pre_logits`` the vector times ``vector_scale``, after dropout."""
+    def forward_vector(self, vector: Tensor, pre_logits: bool = False, class_token: Tensor | None = None) -> Tensor:
+        """The head's vector → class scores; with ``pre_logits`` the vector times ``vector_scale``, after dropout.
+
+        The class token of :meth:`split_features`, times ``token_scale``, is appended to the vector.
+        """
         vector = vector * self.vector_scale
+        if class_token is not None:
+            vector = torch.cat([vector, class_token.to(vector.dtype) * self.token_scale], dim=1)
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
         if pre_logits:
@@ -302,17 +322,26 @@ class CovarianceNet(nn.Module):
         if num_classes and not pooled:
             raise ArgumentError("num_classes", "must be 0 for a model without pooling", num_classes, "name a head")
         like = next(self.backbone.parameters())
+        head = self.head if global_pool is None else build_head(global_pool, self.stage_channels, self.config["reduce"])
+        classifier = self._create_classifier(head, num_classes) if num_classes else nn.Identity()
         if global_pool is not None:
-            head = build_head(global_pool, self.stage_channels, self.config["reduce"])
             self.head = head.to(like.device, like.dtype).train(self.training)
             self.vector_scale.fill_(1)
             self.config |= {"head": global_pool, "head_options": {}}
-        classifier = self.head.classifier(num_classes) if num_classes else nn.Identity()
         self.classifier = classifier.to(like.device, like.dtype).train(self.training)
         if num_classes != self.num_classes:
             self.class_names = None
         self.calibration = None
         self.config["num_classes"] = self.pretrained_cfg["num_classes"] = num_classes
+
+    def _create_classifier(self, head: Head, num_classes: int) -> nn.Module:
+        classifier = head.classifier(num_classes)
+        if not self.class_token_channels:
+            return classifier
+        if type(classifier) is not nn.Linear:
+            problem = f"cannot be 'beside' for head {type(head).__name__}, whose classifier is not a linear layer"
+            raise ArgumentError("class_token", problem, remedy="leave it out, or use another head")
+        return nn.Linear(head.out_features + self.class_token_channels, num_classes)
 
     def _timm_method(self, name: str) -> Callable[..., Any]:
         method: Callable[..., Any] | None = getattr(self.backbone, name, None)
@@ -342,7 +371,8 @@ class CovarianceNet(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # old files have no factor, and with other weights of the backbone the vectors have another length
-        state_dict.setdefault(f"{prefix}vector_scale", torch.ones(()))
+        for name in ("vector_scale", "token_scale") if self.class_token_channels else ("vector_scale",):
+            state_dict.setdefault(f"{prefix}{name}", torch.ones(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _run(self, method: Callable[..., Any], x: Tensor, **options: Any) -> Any:

@@ -53,6 +53,8 @@ class _Arguments:
     last_stride: int | None = None
     stride_on: str = "3x3"
     stages: int | None = setting(None, least=1)
+    class_token: Literal["beside"] | bool | None = None
+    token_norm: bool | None = None
     img_size: tuple[int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
 
 

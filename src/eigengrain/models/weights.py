@@ -164,7 +164,7 @@ class _Fit:
             else:
                 self.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(own[name].shape)}")
         # old files do not count batches, which nothing depends on, and have no factor of the vector, which is then 1
-        needed = [name for name in own if not name.endswith(("num_batches_tracked", "vector_scale"))]
+        needed = [name for name in own if not name.endswith(("num_batches_tracked", "vector_scale", "token_scale"))]
         self.new = [name for name in needed if name not in reading]
         self.backbone_missing = [name for name in needed if name.startswith(BACKBONE) and name not in self.matched]
         self.loads_backbone = any(name.startswith(BACKBONE) for name in self.matched)

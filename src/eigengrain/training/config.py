@@ -76,6 +76,8 @@ class Model:
         last_stride: 1 removes the last downsampling of the feature map; null leaves the backbone unchanged.
         stride_on: 1x1 for ResNet weights with the stride on the first convolution of a stage, else 3x3.
         stages: number of last stages whose maps are pooled together; null for the head's own number, 2 for hcov and else 1.
+        class_token: beside joins the class token of a ViT with the head's vector; null leaves it out.
+        token_norm: whether the tokens of a ViT have its final norm in all stages; null normalises those of the last one.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
         weights: file with weights of the backbone or of the whole model.
         pretrained: load the pretrained weights of timm or torchvision.
@@ -91,6 +93,8 @@ class Model:
     last_stride: int | None = None
     stride_on: str = setting("3x3", choices=STRIDES)
     stages: int | None = setting(None, least=1)
+    class_token: Literal["beside"] | None = None
+    token_norm: bool | None = None
     img_size: int | None = None
     weights: str | None = None
     pretrained: bool = False

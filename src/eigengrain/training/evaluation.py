@@ -46,7 +46,9 @@ def _pooled(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> l
     head = model.head
     assert isinstance(head, SpectralHead)
     chosen = [head.subset if subset == "own" else subset for subset in subsets]
-    return [model.forward_vector(vector, pre_logits=True) for vector in head.pool_subsets(head.reduce(features), chosen)[0]]
+    pooled, class_token = model.split_features(features)
+    vectors, _ = head.pool_subsets(head.reduce(pooled), chosen)
+    return [model.forward_vector(vector, pre_logits=True, class_token=class_token) for vector in vectors]
 
 
 @torch.inference_mode()

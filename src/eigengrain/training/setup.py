@@ -253,6 +253,8 @@ def calibrate_vectors(
 ) -> float:
     """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
 
+    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2.
+
     A classifier learns from a vector that is c times as long as if its learning rate were c² times as high. With vectors of
     one length, one learning rate suits all heads. The weights of a linear classifier are divided by a factor above 1, so
     that the scores do not change. The statistics of normalisation layers are those of the batches, as in training, and the
@@ -283,15 +285,17 @@ def calibrate_vectors(
     net = (FromFeatures if from_features else MixedPrecision)(model, amp)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    images_seen, squares = 0, 0.0
+    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors and the class tokens
     model.train()
     try:
         for images, _ in batches:
             features = net.features(images.to(process.device, non_blocking=True))
+            pooled, class_token = model.split_features(features)
             try:
-                squares += float(model.head(features).cpu().double().square().sum())
+                squares[0] += _sum_of_squares(model.head(pooled))
             except NonFiniteError:  # the first step will report it
-                squares = math.nan
+                squares[0] = math.nan
+            squares[1] += 0.0 if class_token is None else _sum_of_squares(class_token)
             images_seen += len(images)
             if images_seen * process.world_size >= IMAGES:
                 break
@@ -301,13 +305,24 @@ def calibrate_vectors(
         for module, training in modes:
             module.training = training
     shares = process.gather((images_seen, squares))
-    mean_square = sum(square for _, square in shares) / max(1, sum(count for count, _ in shares))
-    if 0 < mean_square < math.inf:
-        model.vector_scale.fill_(LENGTH / math.sqrt(mean_square))
-        # larger scores of a random classifier would send larger random gradients into the backbone
-        if isinstance(model.classifier, nn.Linear) and model.vector_scale > 1:
-            model.classifier.weight.div_(model.vector_scale)
+    count = max(1, sum(seen for seen, _ in shares))
+    split = model.head.out_features
+    scales = [(model.vector_scale, slice(split))]
+    if model.class_token_channels:
+        scales.append((model.token_scale, slice(split, None)))
+    length = LENGTH / math.sqrt(len(scales))
+    for part, (scale, columns) in enumerate(scales):
+        mean_square = sum(sums[part] for _, sums in shares) / count
+        if 0 < mean_square < math.inf:
+            scale.fill_(length / math.sqrt(mean_square))
+            # larger scores of a random classifier would send larger random gradients into the backbone
+            if isinstance(model.classifier, nn.Linear) and scale > 1:
+                model.classifier.weight[:, columns].div_(scale)
     return float(model.vector_scale)
+
+
+def _sum_of_squares(vectors: Tensor) -> float:
+    return float(vectors.cpu().double().square().sum())
 
 
 def open_sources(data: Data, seed: int, run: Path | None = None) -> Sources:

@@ -19,6 +19,7 @@ DEFAULTS = {
     "mpncov+seb": {"path": "both", "factor": "qs", "subset": "all", "cut": "exact", "isometric": False},
     "mtp": {"degree": 10},
     "run": {"iterations": 2, "epsilon": 0.5, "compact": False, "seed": 0, "resample": False, "eps": 1e-6},
+    "svpn": {"rows": 32, "columns": None, "heads": 6, "power": 0.5, "iterations": 10, "eps": 1e-6, "seed": 0},
 }
 
 
