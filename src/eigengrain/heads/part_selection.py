@@ -265,7 +265,8 @@ class AFTrans(TransformerHead):
             z = torch.stack([matrix[:, :, prefix_tokens:].mean((1, 2)) for matrix in matrices], 1)
             like = next(self.layer_weights.parameters())
             weights = self.layer_weights(z.to(like.dtype)).to(z.dtype)
-            row = F.one_hot(torch.zeros(len(z), 1, dtype=torch.long, device=z.device), matrices[0].shape[-1]).to(z.dtype)
+            row = torch.zeros_like(matrices[0][:, :1])
+            row = torch.cat([row[..., :1] + 1, row[..., 1:]], -1)  # the class token itself
             for matrix, weight in zip(reversed(matrices), weights.flip(1).unbind(1), strict=True):
                 row = weight[:, None, None] * (row @ matrix) + (1 - weight[:, None, None]) * row
         return row[:, 0, prefix_tokens:]
