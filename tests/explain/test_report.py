@@ -237,7 +237,7 @@ def test_frames_are_at_the_boxes(tmp_path, monkeypatch):
     boxes = torch.tensor([[[2.0, 4.0, 10.0, 9.0]] * 2, [[0.0, 0.0, 20.0, 20.0]] * 2])
     plots.draw_parts(pixels, Parts(boxes, None), tmp_path / "parts.png")
     for line, (left, top, right, bottom) in zip(drawn, boxes[:, 0].int().tolist(), strict=True):
-        before, after = (cell.pixels for cell in line.cells)
+        before, after = (cell.picture for cell in line.cells)
         assert not before.any()
         rows, columns = after.any(2).nonzero()
         assert (rows.min(), rows.max(), columns.min(), columns.max()) == (top, bottom - 1, left, right - 1)
