@@ -12,6 +12,8 @@ from eigengrain.heads.base import LossTerms, Parts, Transformer, TransformerHead
 from eigengrain.heads.layers import unit
 from eigengrain.heads.registry import register_head
 
+#: relative rounding of a map, so that all patches of an even map are at its mean
+ROUNDING = 1e-5
 #: last block of TransFG: one with new random weights, or that of the network
 LAST_BLOCKS = ("new", "own")
 
@@ -165,7 +167,7 @@ def largest_component(mask: Tensor) -> Tensor:
 
 
 def bounding_cells(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last cell (B, 2), row and column, of the cells in masks (B, h, w)."""
+    """First and last cell (B, 2), row and column, of the cells in masks (B, h, w); those of the whole for an empty mask."""
     firsts, lasts = [], []
     for along in (mask.any(2), mask.any(1)):
         firsts.append(along.long().argmax(1))
@@ -280,9 +282,7 @@ class AFTrans(TransformerHead):
             tokens = network.run(block, tokens)
         row = self.class_row(attention, network.prefix_tokens)
         row = (row / row.mean(1, keepdim=True)).unflatten(1, network.grid(images))
-        above = row.detach() >= 1
-        above = above | ~above.any(2, keepdim=True).any(1, keepdim=True)
-        first, last = bounding_cells(largest_component(above))
+        first, last = bounding_cells(largest_component(row.detach() >= 1 - ROUNDING))
         return network.normalise(tokens)[:, 0], row[:, None], network.boxes(images, first, last)
 
     def features(self, network: Transformer, images: Tensor) -> Tensor:
