@@ -87,7 +87,7 @@ def measure_heads(names: list[str], config: HeadsBench, device: torch.device, ad
 def run(config: HeadsBench) -> None:
     """``python -m benchmarks heads``."""
     device = pick_device(config.device)
-    names = measure.check_names("head", [*(config.heads or list_heads()), config.reference], list_heads())
+    names = measure.check_names("head", [*(config.heads or list_heads(any_backbone=True)), config.reference], list_heads())
     path = config.path("heads", device)
     with measure.progress(len(names) * (config.runs(device) + config.repeats + 1)) as advance:
         rows = measure_heads(names, config, device, advance)

@@ -202,7 +202,7 @@ def calibration_rows(setup: Setup) -> list[Row]:
     """Heads with their own vectors and with calibrated ones, with the runs of the search alone."""
     rows = []
     for data, entry in TEXTS["calibration"]["rows"].items():
-        for head in entry.get("heads", list_heads()):
+        for head in entry.get("heads", list_heads(any_backbone=True)):
             row = Row(data, entry["backbone"], head, head, core=True, search_only=True, pretrain=entry.get("pretrain"))
             row = replace(row, every_seed="pretrain" in entry)
             own = tuple(entry["before"]) if "before" in entry else None

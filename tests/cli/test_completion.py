@@ -48,7 +48,7 @@ def test_bash(scripts, tmp_path, monkeypatch):
         "eigengrain --v": ["--version"],
         "eigengrain train --amp ": ["none", "bf16", "fp16"],
         "eigengrain train --amp b": ["bf16"],
-        "eigengrain train --recipe birds-v": ["birds-vgg16-paper"],
+        "eigengrain train --recipe birds-vg": ["birds-vgg16-paper"],
         "eigengrain train --model.head mpn": ["mpncov", "mpncov+seb"],
         "eigengrain train --data.name c": ["cars", "cub"],
         "eigengrain train --epochs 3 --optimiser.mo": ["--optimiser.momentum"],

@@ -12,10 +12,11 @@ import eigengrain as eg
 from eigengrain.data import ImageSet, Transforms, build_transform
 from eigengrain.data.plumage import open_plumage
 from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.explain import plots
 from eigengrain.explain import report as module
 from eigengrain.explain.report import Report, measure_tables
 from eigengrain.explain.survey import Summary, choose_subsets, image_batches, read_target, split_point, survey
-from eigengrain.heads import create_head
+from eigengrain.heads import Parts, create_head
 from eigengrain.names import MEASURES
 from eigengrain.pages import TEMPLATES, Cell
 
@@ -215,3 +216,29 @@ def test_a_film_has_the_start_and_every_step(written):
         if picture.kind == "film":
             with Image.open(picture.path) as film:
                 assert film.n_frames == 4  # of three steps
+
+
+def test_selected_parts_are_framed(tmp_path):
+    torch.manual_seed(0)
+    model = eg.create_model("test_vit", "transfg", num_classes=2, img_size=32, patch_stride=8).eval()
+    report = Report(model, birds(), tmp_path, count=2, subsets=["all"], rules=["vanilla"], measure_count=2)
+    pictures = report.draw()
+    assert [picture.kind for picture in pictures] == ["maps", "parts"]
+    assert pictures[1].path.is_file()
+    page = report.write([], pictures, command="", environment=ENVIRONMENT)[-1]
+    assert page.read_text().count("data:image/png") == 2
+
+
+def test_frames_are_at_the_boxes(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "compose", lambda groups, lines, note, bar: drawn.extend(lines))
+    monkeypatch.setattr(plots, "save", lambda sheet, path: path)
+    pixels = torch.zeros(2, 3, 20, 20, dtype=torch.uint8)
+    boxes = torch.tensor([[[2.0, 4.0, 10.0, 9.0]] * 2, [[0.0, 0.0, 20.0, 20.0]] * 2])
+    plots.draw_parts(pixels, Parts(boxes, None), tmp_path / "parts.png")
+    for line, (left, top, right, bottom) in zip(drawn, boxes[:, 0].int().tolist(), strict=True):
+        before, after = (cell.picture for cell in line.cells)
+        assert not before.any()
+        rows, columns = after.any(2).nonzero()
+        assert (rows.min(), rows.max(), columns.min(), columns.max()) == (top, bottom - 1, left, right - 1)
+        assert not after[top + 1 : bottom - 1, left + 1 : right - 1].any()

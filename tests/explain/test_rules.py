@@ -244,7 +244,7 @@ def test_real_networks_agree_with_captum(name):
 @pytest.mark.parametrize(
     "head, options",
     [
-        *((head, {}) for head in list_heads()),
+        *((head, {}) for head in list_heads(any_backbone=True)),
         ("mpncov", {"normalise": "power"}),
         ("mpncov", {"gradient": "taylor"}),
         ("mpncov+seb", {"factor": "q"}),

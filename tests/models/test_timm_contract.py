@@ -230,7 +230,7 @@ def small():
     return create("plumage_net")
 
 
-@pytest.mark.parametrize("head", list_heads())
+@pytest.mark.parametrize("head", list_heads(any_backbone=True))
 def test_every_head(small, head, x):
     small.reset_classifier(CLASSES, head)
     model = small.eval()

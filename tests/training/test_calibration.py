@@ -33,7 +33,7 @@ def length(vectors):
     return vectors.double().square().sum(1).mean().sqrt().item()
 
 
-@pytest.mark.parametrize("head", list_heads())
+@pytest.mark.parametrize("head", list_heads(any_backbone=True))
 def test_vectors_get_one_length(head):
     model, data = make(head), batches()
     model.head.eval()

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from eigengrain.training import train
 from training.small_run import colours, without_batch_statistics
-from training.two_processes import CHANGES
+from training.two_processes import CHANGES, part_gradients
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +94,9 @@ def test_no_process_exits_before_the_checkpoint_is_written(seen):
 
 def test_processes_join_repeatedly_in_any_order(seen):
     assert [each["sums"] for each in seen] == [[3] * 8] * 2
+
+
+@pytest.mark.parametrize("head", ["transfg", "aftrans"])
+def test_gradients_of_loss_terms_are_averaged(seen, head):
+    assert seen[0]["parts"][head] == seen[1]["parts"][head]
+    assert seen[0]["parts"][head] == pytest.approx(part_gradients(head, 0, 1), rel=1e-9)

@@ -1,5 +1,6 @@
 """Recipes: each can be read, names its command in its header, and has the settings of the paper."""
 
+import math
 import re
 from io import BytesIO
 from pathlib import Path
@@ -59,7 +60,20 @@ def test_there_is_a_recipe_for_each_pair_of_the_paper():
     expected |= {f"{data}-resnet50-scripts" for data in FINE} | {"birds-resnet50-modern"}
     expected |= {f"{data}-efficientnet_b5-paper" for data in ("dogs", "inats")}
     expected |= {f"imagenet-{b}-{flavour}" for b in ("alexnet", "resnet50") for flavour in ("paper", "scripts")}
-    assert set(list_recipes()) == expected | {"plumage-demo", *PHOTOS}
+    assert set(list_recipes()) == expected | {"plumage-demo", "birds-vit_base-transfg", *PHOTOS}
+
+
+def test_the_steps_of_transfg():
+    config = load_recipe("birds-vit_base-transfg")
+    steps = 5994 // config.batch_size
+    assert 10_000 <= config.epochs * steps < 10_000 + steps
+    assert math.ceil(config.schedule.warmup_epochs * steps) in (500, 501)
+    with torch.device("meta"):
+        options = config.model.backbone_options
+        model = create_model(config.model.backbone, config.model.head, 200, img_size=config.model.img_size, **options)
+        features = model.eval().forward_features(torch.empty(1, 3, 448, 448))
+    assert model._transformer.grid(torch.empty(1, 3, 448, 448)) == (37, 37)
+    assert features.shape == (1, 768, 1, 13)
 
 
 def test_only_the_recipes_for_photographs_calibrate_and_skip_unreadable_images():

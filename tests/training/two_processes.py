@@ -1,8 +1,8 @@
 """Program for torchrun with two processes; each writes what it saw to ``OUT/RANK.json``.
 
 In this order: groups that are joined again and again with a different process late each time; a run with its losses; a run
-with mixed images; a run with a frozen backbone; a run that is stopped while its checkpoint is written slowly; a network
-that outlives its process group.
+with mixed images; a run with a frozen backbone; a run that is stopped while its checkpoint is written slowly; gradients of
+heads that add to the loss; a network that outlives its process group.
 """
 
 import json
@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,9 +20,12 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eigengrain.errors import Interrupted
+from eigengrain.models import create_model
+from eigengrain.models.mixed_precision import MixedPrecision
 from eigengrain.training import loop, train
 from eigengrain.training.checkpoint import LAST, write_checkpoint
 from eigengrain.training.distributed import join
+from eigengrain.training.loss import Loss
 from training.small_run import colours, small, without_batch_statistics
 
 #: options of the run whose losses are compared with those of a single process
@@ -80,6 +84,23 @@ def stop_during_a_slow_save(out: Path) -> bool:
     raise AssertionError("the run was not stopped")
 
 
+def part_gradients(head: str, *shares: int, distributed: bool = False) -> dict[str, float]:
+    """Norms of the gradients of a head that adds to the loss, averaged over shares of the images; two backward passes."""
+    torch.manual_seed(0)
+    model = create_model("test_vit", head, num_classes=3, img_size=32, patch_stride=8, depth=3).double().train()
+    net: nn.Module = MixedPrecision(model)
+    net = DistributedDataParallel(net) if distributed else net
+    loss = Loss([1, 1, 1])
+    for share in shares:
+        images = torch.randn(8, 3, 32, 32, generator=torch.Generator().manual_seed(share), dtype=torch.float64)
+        labels = torch.tensor([0, 1, 2, 0, 0, 2, 1, 1])
+        for part in (slice(0, 4), slice(4, 8)):  # accumulated
+            with net.no_sync() if distributed and part.start == 0 else nullcontext():  # type: ignore[operator]
+                scores, added = net(images[part], labels[part])
+                (loss(scores, labels[part], added) / 2 / len(shares)).backward()
+    return {name: float(p.grad.norm()) for name, p in model.named_parameters() if p.grad is not None}
+
+
 def outlive_the_group() -> None:
     """Leave a network behind while a thread of gloo is still busy."""
     with join("cpu"):
@@ -95,5 +116,8 @@ if __name__ == "__main__":
     seen = {"sums": join_often(), "losses": losses(folder / "run"), "mixed": mixed(folder / "mixed")}
     seen |= {"frozen": frozen(folder / "frozen")}
     seen |= {"saved": stop_during_a_slow_save(folder / "stopped")}
+    with join("cpu") as process:
+        heads = ("transfg", "aftrans")
+        seen["parts"] = {head: part_gradients(head, process.rank, distributed=True) for head in heads}
     (folder / f"{os.environ['RANK']}.json").write_text(json.dumps(seen))
     outlive_the_group()

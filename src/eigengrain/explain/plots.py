@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from PIL import Image
+from PIL import Image, ImageDraw
 from torch import Tensor
 
 from eigengrain import _torchvision  # noqa: F401  isort: skip
@@ -20,11 +20,15 @@ from eigengrain.explain.saliency import Subset, Target, attribute_rules
 from eigengrain.explain.sheet import COLOURS, KEEP, Cell, Line, Pixels, compose, save
 from eigengrain.files import writable
 from eigengrain.functional import EigenSubset
+from eigengrain.heads import Parts
 from eigengrain.models import CovarianceNet
 from eigengrain.names import SCALES
 
 #: percentile of a map that has the brightest colour; a few larger pixels would make all others dark
 PERCENTILE = 99.5
+
+#: colour of the frame of a selected part
+PART_COLOUR = (255, 60, 0)
 
 #: share of the image's lightness that is left under a map
 _DIMMED = 0.3
@@ -256,6 +260,25 @@ def draw_perturbed(
         f"{results[0].split} largest eigenvalues (l₁, Eq. 11), or leaves it and approaches the rest (l₂, Eq. 12)."
     )
     return save(compose(groups, lines, note, bar=False), path)
+
+
+def draw_parts(pixels: Tensor, parts: Parts, path: str | Path, names: Sequence[str] = ()) -> Path:
+    """Draw one row per image: the image, and the image with the boxes that its head selects.
+
+    The images are uint8 (B, 3, H, W), the parts those of :meth:`CovarianceNet.selected_parts`. A patch that several
+    attention heads select has one box. The file is a PNG, and its folder is created.
+    """
+    lines = []
+    for i, image in enumerate(pixels):
+        drawn = Image.fromarray(_array(image))
+        pen, width = ImageDraw.Draw(drawn), max(1, round(min(image.shape[1:]) / 150))
+        for x0, y0, x1, y1 in dict.fromkeys(tuple(map(round, box)) for box in parts.boxes[i].tolist()):
+            pen.rectangle((x0, y0, x1 - 1, y1 - 1), outline=PART_COLOUR, width=width)
+        lines.append(Line("".join(names[i : i + 1]), [Cell(_array(image)), Cell(np.asarray(drawn))]))
+    count = parts.boxes.shape[1]
+    kind = "region" if parts.indices is None else "patch"
+    note = f"Parts of the image that the head selects by attention, {count} per image; each {kind} in a frame."
+    return save(compose([("", ["image", "parts"])], lines, note, bar=False), path)
 
 
 def _snapshot_pixels(result: Perturbed) -> Tensor:

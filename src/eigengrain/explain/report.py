@@ -15,7 +15,15 @@ from eigengrain.data.image_set import ImageSet, stack
 from eigengrain.data.transforms import Pipeline
 from eigengrain.errors import ArgumentError
 from eigengrain.explain.perturbation import EigenPerturbation, rank_and_size
-from eigengrain.explain.plots import Explained, draw_panel, draw_perturbed, explain_images, rgb_pixels, write_gif
+from eigengrain.explain.plots import (
+    Explained,
+    draw_panel,
+    draw_parts,
+    draw_perturbed,
+    explain_images,
+    rgb_pixels,
+    write_gif,
+)
 from eigengrain.explain.survey import (
     DEFAULT_MEASURES,
     Summary,
@@ -27,7 +35,7 @@ from eigengrain.explain.survey import (
     survey,
 )
 from eigengrain.files import writable, write_csv
-from eigengrain.heads import SpectralHead
+from eigengrain.heads import SpectralHead, TransformerHead
 from eigengrain.models import CovarianceNet
 from eigengrain.names import DIRECTIONS, MEASURES, RULES
 from eigengrain.pages import Cell, TableData, render
@@ -43,11 +51,11 @@ LIGHT = 4_000_000
 
 @dataclass(frozen=True)
 class Picture:
-    """A PNG or GIF file of a report: a panel of maps, a panel of perturbed images, or an animation."""
+    """A PNG or GIF file of a report: a panel of maps, of selected parts or of perturbed images, or an animation."""
 
     path: Path
     caption: str
-    kind: Literal["maps", "perturbed", "film"] = "maps"
+    kind: Literal["maps", "parts", "perturbed", "film"] = "maps"
 
 
 @dataclass
@@ -124,7 +132,7 @@ class Report:
         return results
 
     def draw(self) -> list[Picture]:
-        """Draw the panels, and perturb images if ``perturb`` is above 0."""
+        """Draw the panels, the parts that the head selects, and perturb images if ``perturb`` is above 0."""
         pages = [self.shown[start : start + ROWS] for start in range(0, len(self.shown), ROWS)]
         pictures = []
         with progress_bar() as bar:
@@ -135,6 +143,9 @@ class Report:
                     draw_panel(self._explain(indices, cut), path, self.scale)
                     pictures.append(Picture(path, _numbered(f"Maps, {cut} cut", place, len(pages))))
                     bar.advance(task)
+        if isinstance(self.model.head, TransformerHead):
+            for place, indices in enumerate(pages, start=1):
+                pictures.append(self._parts(indices, place, len(pages)))
         if self.perturbation is not None:
             for place, indices in enumerate(pages, start=1):
                 pictures += self._perturb(self.perturbation, indices, place, len(pages))
@@ -205,6 +216,13 @@ class Report:
                 self.model, images, self.subsets, self.rules, target=target, cut=cut, names=names, **options
             )
         return explained
+
+    def _parts(self, indices: Sequence[int], place: int, pages: int) -> Picture:
+        images, names = self._read(indices)
+        described, path = self.model.pretrained_cfg, self.out / f"parts-{place}.png"
+        pixels = rgb_pixels(images, described["mean"], described["std"])
+        draw_parts(pixels, self.model.selected_parts(images), path, names)
+        return Picture(path, _numbered("Selected parts", place, pages), "parts")
 
     def _perturb(self, method: EigenPerturbation, indices: Sequence[int], place: int, pages: int) -> list[Picture]:
         """Perturb the images of one panel: the panel, and one animation per direction."""

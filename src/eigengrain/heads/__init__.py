@@ -6,11 +6,22 @@ Importing this package imports every module in its folder, so that a new head ne
 from importlib import import_module
 from pkgutil import iter_modules
 
-from eigengrain.heads.base import Head, SpectralHead, Spectrum
+from eigengrain.heads.base import Head, LossTerms, Parts, SpectralHead, Spectrum, TransformerHead
 from eigengrain.heads.covariance import CovarianceHead
 from eigengrain.heads.registry import create_head, list_heads, register_head
 
 for _module in iter_modules(__path__):
     import_module(f"{__name__}.{_module.name}")
 
-__all__ = ["CovarianceHead", "Head", "SpectralHead", "Spectrum", "create_head", "list_heads", "register_head"]
+__all__ = [
+    "CovarianceHead",
+    "Head",
+    "LossTerms",
+    "Parts",
+    "SpectralHead",
+    "Spectrum",
+    "TransformerHead",
+    "create_head",
+    "list_heads",
+    "register_head",
+]

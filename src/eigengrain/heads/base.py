@@ -1,9 +1,9 @@
 """The contract of a head: a feature map in, a vector out, and the classifier that suits it."""
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,6 +61,18 @@ class ProductForm:
         raise NotImplementedError
 
 
+class LossTerms(NamedTuple):
+    """What a head adds to the cross-entropy of the scores, see :meth:`Head.loss_terms`.
+
+    ``scores`` are further scores (B, classes) by name: each gets a cross-entropy of its own, with the label smoothing, the
+    class weights and the mixed labels of the training. ``terms`` are finished losses by name, one number each. All of them
+    are added to the loss with weight 1.
+    """
+
+    scores: Mapping[str, Tensor] = {}
+    terms: Mapping[str, Tensor] = {}
+
+
 class Head(nn.Module, ProductForm):
     """Base class of all heads: ``(B, C, H, W) → (B, out_features)``.
 
@@ -77,6 +89,8 @@ class Head(nn.Module, ProductForm):
     quadratic: ClassVar[bool] = True
     #: whether a map with fewer positions than channels makes the pooled matrix singular
     rank_sensitive: ClassVar[bool] = False
+    #: whether :meth:`loss_terms` is defined for the mixed labels (B, classes) of mixup and cutmix
+    mixes_labels: bool = True
 
     out_features: int
 
@@ -135,6 +149,91 @@ class Head(nn.Module, ProductForm):
     def classifier(self, num_classes: int) -> nn.Module:
         """The layer from this head's vector to class scores; linear unless a subclass overrides it."""
         return nn.Linear(self.out_features, num_classes)
+
+    def loss_terms(self, vector: Tensor, targets: Tensor, classifier: nn.Module) -> LossTerms | None:
+        """What the head adds to the loss of a training batch; None unless a subclass overrides it.
+
+        It is called in the forward pass of a training, once per batch of each process, so that gradients of several
+        processes are averaged as usual. Evaluation does not call it.
+
+        Args:
+            vector: the vectors (B, out_features) as the classifier gets them, in its precision.
+            targets: labels (B,), or with mixup and cutmix the shares of the classes (B, classes).
+            classifier: the layer of :meth:`classifier`.
+        """
+        return None
+
+
+class Transformer(Protocol):
+    """What a :class:`TransformerHead` reads of a vision transformer.
+
+    Tokens are (B, T, C): the class token, other prefix tokens such as register tokens, then the patches row by row.
+    """
+
+    depth: int  # number of blocks
+    prefix_tokens: int  # tokens before the patches
+
+    def embed(self, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) → tokens before the first block."""
+
+    def run(self, block: int, tokens: Tensor) -> Tensor:
+        """Tokens before a block → tokens after it."""
+
+    def attention(self, block: int, tokens: Tensor) -> Tensor:
+        """Tokens before a block → its attention (B, heads, T, T) after the softmax, at least in float32; rows sum to 1."""
+
+    def normalise(self, tokens: Tensor) -> Tensor:
+        """Apply the final normalisation."""
+
+    def grid(self, images: Tensor) -> tuple[int, int]:
+        """Rows and columns of the patches."""
+
+    def boxes(self, images: Tensor, first: Tensor, last: Tensor) -> Tensor:
+        """Boxes (..., 4) in pixels, x0, y0, x1, y1, from the top left of one cell (..., 2) to the bottom right of another.
+
+        A cell is the row and the column of a patch.
+        """
+
+    def new_block(self) -> nn.Module:
+        """A block like the last one, with new random weights."""
+
+    def train_last_block(self, train: bool) -> None:
+        """Freeze the last block for a head that does not run it, or train it again."""
+
+
+class Parts(NamedTuple):
+    """Parts of images that a :class:`TransformerHead` selects.
+
+    ``boxes`` (B, n, 4) are x0, y0, x1, y1 in pixels of the input; ``indices`` (B, n) are the numbers of the patches, row by
+    row, or None for parts that are not single patches.
+    """
+
+    boxes: Tensor
+    indices: Tensor | None
+
+
+class TransformerHead(Head):
+    """Base class of heads that read the blocks and the attention of a vision transformer, not only its feature map.
+
+    A subclass implements :meth:`features`, whose result takes the place of the feature map of the model:
+    ``forward_features`` returns it, and :meth:`pool` receives it. It is a map of one row, with one token per position.
+    """
+
+    quadratic = False
+
+    def attach(self, network: Transformer) -> None:
+        """Prepare for a network; called once, when the model is built."""
+        if not isinstance(self.reduce, nn.Identity):
+            problem = f"must be None or 'auto' for {type(self).__name__}, which reads tokens"
+            raise ArgumentError("reduce", problem, self.channels, "leave it out")
+
+    def features(self, network: Transformer, images: Tensor) -> Tensor:
+        """Images (B, 3, H, W) → tokens as a map (B, C, 1, n)."""
+        raise NotImplementedError
+
+    def parts(self, network: Transformer, images: Tensor) -> Parts:
+        """The parts of images (B, 3, H, W) that the head selects."""
+        raise NotImplementedError
 
 
 class Spectrum(NamedTuple):

@@ -6,7 +6,7 @@ from fnmatch import fnmatch
 from typing import Any, TypeVar
 
 from eigengrain.errors import ArgumentError, UnknownName
-from eigengrain.heads.base import Head
+from eigengrain.heads.base import Head, TransformerHead
 
 Factory = Callable[..., Head]
 F = TypeVar("F", bound=Factory)
@@ -42,14 +42,17 @@ def register_head(name: str, stages: int = 1) -> Callable[[F], F]:
     return register
 
 
-def list_heads(pattern: str = "*") -> list[str]:
+def list_heads(pattern: str = "*", any_backbone: bool = False) -> list[str]:
     """Names of the registered heads that match a shell pattern, sorted.
+
+    With ``any_backbone``, heads that need a vision transformer (:class:`TransformerHead`) are left out.
 
     Example:
         >>> list_heads("gm*")
         ['gmp']
     """
-    return sorted(name for name in _FACTORIES if fnmatch(name, pattern))
+    names = sorted(name for name in _FACTORIES if fnmatch(name, pattern))
+    return [name for name in names if not (any_backbone and isinstance(create_head(name, 4), TransformerHead))]
 
 
 def default_stages(name: str) -> int:

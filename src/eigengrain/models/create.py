@@ -23,6 +23,7 @@ from eigengrain.files import read_json
 from eigengrain.functional.inputs import check_integer
 from eigengrain.heads import list_heads
 from eigengrain.heads.registry import default_stages
+from eigengrain.models.attention import overlap_patches
 from eigengrain.models.backbone import Backbone, ImageSize, cut_after_map, has_fixed_size, probe, stage_channels
 from eigengrain.models.extra_backbones import PREFIX, TorchvisionTrunk
 from eigengrain.models.model import CovarianceNet, Reduction
@@ -99,7 +100,8 @@ def create_model(
         drop_rate: dropout between the head's vector and the classifier.
         global_pool: timm's name for ``head``, used instead of it unless None; ``""``, with ``num_classes=0``, for a model
             that returns the feature map.
-        backbone_options: keyword arguments of the backbone, such as ``drop_path_rate`` or ``dynamic_img_size``.
+        backbone_options: keyword arguments of the backbone, such as ``drop_path_rate`` or ``dynamic_img_size``;
+            ``patch_stride`` moves the patches of a ViT by fewer pixels than their size, so that they overlap.
 
     Raises:
         ValueError: for an unknown name (:class:`~eigengrain.errors.UnknownName`), an argument that does not fit
@@ -216,6 +218,7 @@ def create_backbone(
     stages: int = 1,
     join_class_token: bool = False,
     token_norm: bool | None = None,
+    patch_stride: int | None = None,
     **options: Any,
 ) -> Backbone:
     """Create a network of timm or torchvision up to its feature map.
@@ -225,6 +228,7 @@ def create_backbone(
     Args:
         name, pretrained, last_stride, stride_on, img_size, stages, token_norm: as in :func:`create_model`.
         join_class_token: join the class token with the feature map.
+        patch_stride: pixels between the patches of a ViT; None for their size.
         options: arguments of the network, see its library; None stands for the network's own default.
 
     Raises:
@@ -246,6 +250,9 @@ def create_backbone(
         check_numbers(value, option)
     source_options = _source_options(name)
     net = _build(name, pretrained, img_size, options)
+    if patch_stride is not None:
+        overlap_patches(net, patch_stride, name)
+        options |= {"patch_stride": patch_stride}
     options = {key: source_options[key] for key in source_options.keys() - _OURS} | options
     own: dict[str, Any] = dict(net.pretrained_cfg)  # type: ignore[arg-type]
     description = {

@@ -1,6 +1,6 @@
 """Run the backbone in half precision, optionally compiled or as a CUDA graph; head and classifier stay in float32."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -50,8 +50,11 @@ class MixedPrecision(nn.Module):
         shape, captured = self._captured
         return captured if images.shape == shape else self._map
 
-    def forward(self, images: Tensor) -> Tensor:
-        return self.model.forward_head(self.features(images))
+    def forward(self, images: Tensor, targets: Tensor | None = None) -> Any:
+        """Images → scores; with the targets of a training batch, scores and what the head adds to the loss."""
+        if targets is None:
+            return self.model.forward_head(self.features(images))
+        return self.model.forward_training(self.features(images), targets)
 
 
 class FromFeatures(MixedPrecision):
@@ -69,9 +72,9 @@ def widen(features: Tensor) -> Tensor:
 class _FeatureMap(nn.Module):
     """The part of the model that is captured, with no parameters but its own."""
 
-    def __init__(self, backbone: nn.Module, features: Callable[[Tensor], Tensor]):
+    def __init__(self, parts: Iterable[nn.Module], features: Callable[[Tensor], Tensor]):
         super().__init__()
-        self.backbone, self.features = backbone, features
+        self.parts, self.features = nn.ModuleList(parts), features
 
     def forward(self, images: Tensor) -> Tensor:
         return self.features(images)
@@ -96,7 +99,7 @@ def capture_features(
     # the graph keeps the nodes that accumulate gradients alive, and torch would warn about that in every run
     if hasattr(torch.autograd.graph, "set_warn_on_accumulate_grad_stream_mismatch"):
         torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
-    part = _FeatureMap(model.backbone, features or model.forward_features)
+    part = _FeatureMap(model.feature_modules, features or model.forward_features)
     before = [buffer.clone() for buffer in part.buffers()]
     random_state = torch.cuda.get_rng_state(images.device)
     # casts of the weights must be in the graph, not in a cache that the first pass fills

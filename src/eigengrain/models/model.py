@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.fx import Proxy
 
 from eigengrain.errors import ArgumentError, ShortRankWarning
-from eigengrain.heads import Head, create_head
+from eigengrain.heads import Head, LossTerms, Parts, TransformerHead, create_head
+from eigengrain.models.attention import TimmTransformer
 from eigengrain.models.backbone import Backbone, feature_parts
 from eigengrain.models.param_groups import prefix_matcher
 from eigengrain.text import counted
@@ -160,6 +161,7 @@ class CovarianceNet(nn.Module):
         self.described_size: tuple[int, int, int] = backbone.description["input_size"]
         self.backbone_frozen = False
         self._rank_warned = False
+        self._attach(self.head)
         self.reset_classifier(num_classes)
 
     @property
@@ -190,8 +192,13 @@ class CovarianceNet(nn.Module):
         return info
 
     def forward_features(self, x: Tensor) -> Tensor:
-        """Images (B, 3, H, W) → feature map (B, num_features, h, w)."""
+        """Images (B, 3, H, W) → feature map (B, num_features, h, w).
+
+        A :class:`~eigengrain.heads.TransformerHead` has its own: a map of one row, with the tokens that it pools.
+        """
         self._check_images(x)
+        if isinstance(self.head, TransformerHead):
+            return self._run(partial(self.head.features, self._transformer), x)
         parts = self._run(partial(feature_parts, self.backbone, layout=self.layout, stages=len(self.stage_channels)), x)
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
@@ -244,7 +251,8 @@ class CovarianceNet(nn.Module):
             raise ArgumentError("output_fmt", f"does not suit this backbone ({error})", output_fmt, "use 'NCHW'") from error
         if only:
             return list(result)
-        if len(self.stage_channels) > 1 or self.class_token_channels or self.layout.norm is not None:
+        own = isinstance(self.head, TransformerHead) or self.class_token_channels or self.layout.norm is not None
+        if len(self.stage_channels) > 1 or own:
             return self.forward_features(x), result[1]
         return self.layout.to_map(result[0], self.backbone, (x.shape[-2], x.shape[-1])), result[1]
 
@@ -273,11 +281,54 @@ class CovarianceNet(nn.Module):
             vector = torch.cat([vector, class_token.to(vector.dtype) * self.token_scale], dim=1)
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
-        if pre_logits:
-            return vector
-        if isinstance(self.classifier, nn.Linear):  # in half precision if the model is; the vector stays in float32
-            vector = vector.to(self.classifier.weight.dtype)
-        return self.classifier(vector)
+        return vector if pre_logits else self.classifier(self._for_classifier(vector))
+
+    def _for_classifier(self, vector: Tensor) -> Tensor:
+        """The vector in half precision if the model is; otherwise it stays in float32."""
+        return vector.to(self.classifier.weight.dtype) if isinstance(self.classifier, nn.Linear) else vector
+
+    def forward_training(self, x: Tensor, targets: Tensor) -> tuple[Tensor, LossTerms | None]:
+        """Feature map → class scores (B, num_classes), and what the head adds to the loss, see :meth:`Head.loss_terms`.
+
+        ``targets`` are labels (B,), or shares of the classes (B, num_classes).
+        """
+        self.warn_of_short_rank(x)
+        pooled, class_token = self.split_features(x)
+        vector = self._for_classifier(self.forward_vector(self.head(pooled), pre_logits=True, class_token=class_token))
+        return self.classifier(vector), self.head.loss_terms(vector, targets, self.classifier)
+
+    def selected_parts(self, x: Tensor) -> Parts:
+        """Boxes in images (B, 3, H, W) that the head selects, and the numbers of the patches, without gradient.
+
+        Raises:
+            ArgumentError: if the head does not select parts.
+        """
+        if not isinstance(self.head, TransformerHead):
+            raise ArgumentError(
+                "head", "does not select parts of images", self.config["head"], "use 'transfg' or 'aftrans'"
+            )
+        self._check_images(x)
+        with torch.no_grad(), eval_mode(self):
+            return self.head.parts(self._transformer, x)
+
+    @property
+    def _transformer(self) -> TimmTransformer:
+        return TimmTransformer(self.backbone, self.config["backbone"])
+
+    def _attach(self, head: Head) -> None:
+        if isinstance(head, TransformerHead):
+            if len(self.stage_channels) > 1:
+                problem = f"must be 1 for {type(head).__name__}, which reads the blocks itself"
+                raise ArgumentError("stages", problem, len(self.stage_channels), "leave it out")
+            if self.class_token_channels:
+                problem = f"must be None for {type(head).__name__}, whose vector is the class token"
+                raise ArgumentError("class_token", problem, "beside", "leave it out")
+            head.attach(self._transformer)
+
+    @property
+    def feature_modules(self) -> tuple[nn.Module, ...]:
+        """The modules that :meth:`forward_features` uses: the backbone, and the head if it reads the backbone itself."""
+        return (self.backbone, self.head) if isinstance(self.head, TransformerHead) else (self.backbone,)
 
     def forward(self, x: Tensor) -> Tensor:
         """Images (B, 3, H, W) → class scores (B, num_classes)."""
@@ -325,6 +376,10 @@ class CovarianceNet(nn.Module):
         head = self.head if global_pool is None else build_head(global_pool, self.stage_channels, self.config["reduce"])
         classifier = self._create_classifier(head, num_classes) if num_classes else nn.Identity()
         if global_pool is not None:
+            head = build_head(global_pool, self.stage_channels, self.config["reduce"])
+            if isinstance(self.head, TransformerHead):
+                self._transformer.train_last_block(True)
+            self._attach(head)
             self.head = head.to(like.device, like.dtype).train(self.training)
             self.vector_scale.fill_(1)
             self.config |= {"head": global_pool, "head_options": {}}

@@ -12,6 +12,7 @@ from eigengrain.data import Batches, build_transform, make_loader
 from eigengrain.data.sampler import BatchSampler, derive
 from eigengrain.data.transforms import Pipeline
 from eigengrain.errors import ArgumentError
+from eigengrain.heads import Head, TransformerHead
 from eigengrain.progress import track
 from eigengrain.training.config import Train
 from eigengrain.training.distributed import Process
@@ -189,8 +190,10 @@ class TrainingFeatures(FeatureBatches):
         return flips
 
 
-def reason_against(config: Train) -> str | None:
+def reason_against(config: Train, head: Head) -> str | None:
     """Why the features of training images are different in every epoch; None if they can be kept."""
+    if isinstance(head, TransformerHead):
+        return f"{type(head).__name__} makes its own features of the blocks of the backbone"
     if config.mixup or config.cutmix:
         return "mixup and cutmix make other images in every epoch"
     transform = build_transform(config.data.transforms, train=True, mean=(0, 0, 0), std=(1, 1, 1))

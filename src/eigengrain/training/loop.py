@@ -201,8 +201,8 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     recording = head.recording() if head is not None and ends_epoch else nullcontext()
                     waits = isinstance(run.net, DistributedDataParallel) and not ends_group
                     with recording, run.net.no_sync() if waits else nullcontext():  # type: ignore[operator]
-                        scores = run.net(images)
-                        loss = run.loss(scores, targets)
+                        scores, added = run.net(images, targets)
+                        loss = run.loss(scores, targets, added)
                         run.scaler.scale(loss / group).backward()
                 except NonFiniteError as error:
                     raise diverged("the features are not finite", batch + 1) from error

@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from eigengrain.data.sampler import seeded
+from eigengrain.heads import LossTerms
 
 
 class Loss:
-    """Mean cross-entropy of a batch.
+    """Mean cross-entropy of a batch, and what the head adds to it.
 
     Args:
         counts: number of training images of each class.
@@ -67,8 +68,17 @@ class Loss:
         own = mixup_target(labels[even:], self.classes, smoothing=self.label_smoothing)
         return torch.cat((mixed, images[even:])), torch.cat((shares, own))
 
-    def __call__(self, scores: Tensor, targets: Tensor) -> Tensor:
-        """The loss of scores (B, classes) and targets of :meth:`mix`."""
+    def __call__(self, scores: Tensor, targets: Tensor, added: LossTerms | None = None) -> Tensor:
+        """The loss of scores (B, classes) and targets of :meth:`mix`, and of what the head adds."""
+        loss = self.cross_entropy(scores, targets)
+        for more in () if added is None else added.scores.values():
+            loss = loss + self.cross_entropy(more, targets)
+        for term in () if added is None else added.terms.values():
+            loss = loss + term
+        return loss
+
+    def cross_entropy(self, scores: Tensor, targets: Tensor) -> Tensor:
+        """The cross-entropy of scores (B, classes) and targets of :meth:`mix`."""
         mixed = targets.ndim == 2
         smoothing = 0.0 if mixed else self.label_smoothing  # the shares of mixed images are smoothed already
         targets = targets.to(scores.dtype) if mixed else targets

@@ -106,7 +106,8 @@ def _time_training(run: Run) -> Speed:
     run.net.train()
     for number, data in enumerate(batches):
         images, targets = run.loss.mix(*run.to_device(data), 0, number)
-        loss = run.loss(run.net(images), targets)
+        scores, added = run.net(images, targets)
+        loss = run.loss(scores, targets, added)
         run.scaler.scale(loss / accumulate).backward()
         if (number + 1) % accumulate == 0:
             run.scaler.step(run.optimiser)

@@ -168,6 +168,10 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
         raise ArgumentError("data.val_fraction", "is set, but the given data sets have no validation images")
     model = create_model(**_model_options(config, sources.train))
     model.class_names = list(sources.train.classes)
+    for name in ("mixup", "cutmix"):
+        if getattr(config, name) and not model.head.mixes_labels:
+            problem = f"mixes labels, for which the loss of head {config.model.head!r} is not defined"
+            raise ArgumentError(name, problem, getattr(config, name), "leave it out")
     if config.sync_bn and process.distributed:
         if process.device.type != "cuda":
             raise ArgumentError("sync_bn", "needs CUDA devices", remedy="leave it out on the CPU")
@@ -192,7 +196,7 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
         if process.is_main:
             output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")
     keeps_features = config.freeze is not None and config.cache_features
-    if keeps_features and (reason := reason_against(config)) is not None:
+    if keeps_features and (reason := reason_against(config, model.head)) is not None:
         keeps_features = False
         if process.is_main:
             output.note(f"features are computed for every batch: {reason}")
