@@ -49,6 +49,10 @@ def build(backbone, head, options):
     return model
 
 
+#: exported programs compute the head in float64
+EXACT = {"dtype": "float64"}
+
+
 def trained_like(backbone=SMALL, head="mpncov+seb", **options):
     """A model whose batch statistics fit its features, in training mode so that exporting has something to restore.
 
@@ -210,7 +214,7 @@ def test_fixed_batch_and_no_classifier(tmp_path):
 
 def test_program():
     """It needs nothing of this package, and keeps the weights it was exported with."""
-    model = trained_like()
+    model = trained_like(head_options=EXACT)
     program = export_program(model, images(1))
     targets = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
     assert any("bmm" in target for target in targets)
@@ -222,7 +226,7 @@ def test_program():
 
 
 def test_programs_in_files(tmp_path):
-    model = trained_like()
+    model = trained_like(head_options=EXACT)
     report = export_pt2(model, tmp_path / "model.pt2", img_size=64)
     assert report.relative_error < 1e-6
     assert (report.opset, report.bytes) == (None, report.path.stat().st_size)

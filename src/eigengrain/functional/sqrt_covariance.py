@@ -364,10 +364,9 @@ def sqrt_covariance(
         SecondOrderError: in a second backward pass.
 
     Example:
-        >>> x = torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]], requires_grad=True)
-        >>> sqrt_covariance(x)
+        >>> sqrt_covariance(torch.tensor([[[0.0, 2.0, 4.0], [1.0, 1.0, 1.0]]]))
         tensor([[[1.6330, 0.0000],
-                 [0.0000, 0.0000]]], grad_fn=<ToCopyBackward0>)
+                 [0.0000, 0.0000]]])
     """
     check_features(x)
     check_cut(cut)
