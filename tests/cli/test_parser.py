@@ -7,6 +7,7 @@ import pytest
 from eigengrain.cli import main as cli
 from eigengrain.cli.parser import UsageError
 from eigengrain.errors import ArgumentError, FileError, UnknownName
+from eigengrain.options import as_words
 from eigengrain.recipes import load_recipe
 from eigengrain.training.config import from_mapping
 
@@ -143,6 +144,17 @@ def test_null_and_switches_of_a_file(tmp_path):
     file.write_text("ema: null\nresume: false\ndry_run: true\n")
     config = cli.parse(["train", "--config", str(file)]).config
     assert (config.ema, config.resume, config.dry_run) == (None, False, True)
+
+
+def test_a_switch_of_a_file_can_be_turned_off(tmp_path):
+    file = tmp_path / "options.yaml"
+    file.write_text("channels_last: true\ndry_run: true\n")
+    words = ["train", "photos", "--config", str(file), "--resume"]
+    for more in (["--channels_last", "false", "--dry_run=false"], ["--channels_last=false", "--dry_run", "false"]):
+        config = cli.parse([*words, *more]).config
+        assert (config.data.root, config.resume, config.channels_last, config.dry_run) == ("photos", True, False, False)
+    typed = as_words(config, base=cli.parse(words).config)
+    assert cli.parse([*words, *typed]).config == config
 
 
 def test_the_home_folder_is_expanded_everywhere(tmp_path, monkeypatch):

@@ -55,7 +55,7 @@ def add_options(command: "Command", parser: argparse.ArgumentParser) -> dict[str
     """Add the options of a command to an argparse parser, and return them by name."""
     actions = {}
     for option in options_of(command.config):
-        nargs = 0 if option.switch else "*" if option.facts.get("several") else None
+        nargs = "*" if option.facts.get("several") else None
         actions[option.name] = parser.add_argument(f"--{option.name}", dest=option.name, action=_Record, nargs=nargs)
     for name, short, metavar, text in COMMON:
         if name != "help" and (name != "json" or command.has_result):
@@ -79,7 +79,7 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
     actions = add_options(command, parser)
     options = {option.name: option for option in options_of(command.config)}
     try:
-        namespace, rest = parser.parse_known_args(words[:end], argparse.Namespace(given=[]))
+        namespace, rest = parser.parse_known_args(_with_switches(words[:end], options), argparse.Namespace(given=[]))
     except argparse.ArgumentError as error:
         raise _value_error(str(error.argument_name), options) from None
     for word in rest:
@@ -121,6 +121,16 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
     return Request(command, config, "quiet" in switches, "json" in switches)
 
 
+def _with_switches(words: Sequence[str], options: Mapping[str, Option]) -> list[str]:
+    """The words with a ``true`` after each switch, unless ``true`` or ``false`` follows it."""
+    out: list[str] = []
+    for place, word in enumerate(words):
+        option = options.get(word[2:]) if word.startswith("--") else None
+        valued = "".join(words[place + 1 : place + 2]) in ("true", "false")
+        out += [word, "true"] if option is not None and option.switch and not valued else [word]
+    return out
+
+
 def _with_recipe(given: list[tuple[str, Any]]) -> list[tuple[str, Any]]:
     """Put the file of the recipe in front, so that all options override it; a file of ``--config`` can name it too."""
     files = [read_mapping(expanduser(text)) for name, text in given if name == "config" and text]
@@ -136,8 +146,6 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _parse_value(option: Option, text: Any) -> Any:
-    if option.switch:
-        return True
     if not option.facts.get("several"):
         return option.parse(text)
     if not text:
@@ -148,12 +156,12 @@ def _parse_value(option: Option, text: Any) -> Any:
 
 
 def _value_error(flag: str, options: Mapping[str, Option]) -> ArgumentError:
-    """The error of an option without a value, or of a switch with one."""
+    """The error of an option without a value, or of ``--quiet`` and the like with one."""
     name = flag.split("/")[-1].removeprefix("--")
     option = options.get(name)
     if name == "config":
         return ArgumentError(name, "needs a value: a YAML file")
-    if option is None or option.switch:
+    if option is None:
         return ArgumentError(name, "takes no value")
     names = option.offers if str in option.kinds else ()
     expected = f"choose from {', '.join(names)}" if names else describe_type(option.hint)
