@@ -118,7 +118,7 @@ def to_compute(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
     """Disable autocast and TF32 for float32 matrix products; neither affects float64."""
-    if x.dtype == torch.float64 or x.is_meta:
+    if x.dtype == torch.float64 or x.device.type == "meta":
         yield
         return
     tf32 = x.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
