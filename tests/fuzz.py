@@ -10,8 +10,9 @@ A sample is one feature map, forward and backward with a random upstream gradien
   the full spectrum or a cut with the projector held fixed;
 - a float64 sample with condition number below 1e6 (zero eigenvalues aside) is the same alone and in a batch, to 1e-12.
   Gradients are compared relative to the larger of ‖∂l/∂X‖ and √(2/N) ‖G‖, since that of some G is zero. Left out are cuts
-  between eigenvalues closer than 1e-3 of the largest, whose derivative enlarges rounding by as much, and, for ``products``, zero eigenvalues, whose gradient it approximates. On CUDA, where a
-  batch of one takes other kernels, which round differently, a sample alone is a batch of copies of it.
+  between eigenvalues closer than 1e-3 of the largest, whose derivative enlarges rounding by as much, and, for ``products``,
+  zero eigenvalues, whose gradient it approximates. On CUDA, where a batch of one takes other kernels, which round
+  differently, a sample alone is a batch of copies of it.
 """
 
 import argparse
