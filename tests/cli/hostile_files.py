@@ -80,6 +80,25 @@ def large(name: str) -> Maker:
     return make
 
 
+def arrays(save: str, make: Callable[[Any], Any]) -> Maker:
+    """A file of NumPy arrays, made by a function of the module ``numpy``."""
+
+    def write(folder: Path) -> None:
+        import numpy
+
+        getattr(numpy, save)(folder / "weights.npz", **{"head/kernel": make(numpy)})
+
+    return write
+
+
+def claiming(folder: Path) -> None:
+    """An array of 80 bytes whose header claims 80 TB."""
+    arrays("savez", lambda numpy: numpy.zeros(10))(folder)
+    file = folder / "weights.npz"
+    content = file.read_bytes()
+    file.write_bytes(content.replace(b"(10,), }" + b" " * 12, b"(10000000000000,), }", 1))
+
+
 def pickled(content: Callable[[], object], **options: Any) -> Maker:
     def make(folder: Path) -> None:
         import torch
@@ -277,7 +296,7 @@ def weights(name: str) -> list[list[str]]:
     ]
 
 
-TENSORS, PICKLED = weights("weights.safetensors"), weights("weights.pt")
+TENSORS, PICKLED, ARRAYS = weights("weights.safetensors"), weights("weights.pt"), weights("weights.npz")
 
 
 def options(content: Any) -> Maker:
@@ -378,6 +397,9 @@ CASES = [
     Case("archive with code", pickled(lambda: {"state_dict": {}, "epoch": CODE}), PICKLED),
     Case("pickle with code", pickled(lambda: [CODE], _use_new_zipfile_serialization=False), PICKLED),
     Case("archive compressed", compressed, PICKLED),
+    Case("arrays code", arrays("savez", lambda numpy: numpy.array([CODE], dtype=object)), ARRAYS),
+    Case("arrays compressed", arrays("savez_compressed", lambda numpy: numpy.zeros(1 << 25)), ARRAYS),
+    Case("arrays claim", claiming, ARRAYS),
     Case("bytes of 100 GB", pickled(lambda: {"a": Call(bytearray, 100 << 30)}), PICKLED),
     Case("state dict in itself", pickled(in_itself), PICKLED),
     Case("state dict nested", pickled(lambda: nested(200)), PICKLED),
