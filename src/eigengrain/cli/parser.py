@@ -60,8 +60,8 @@ def add_options(command: "Command", parser: argparse.ArgumentParser) -> dict[str
     for name, short, metavar, text in COMMON:
         if name != "help" and (name != "json" or command.has_result):
             flags = [f"-{short}", f"--{name}"] if short else [f"--{name}"]
-            nargs = None if metavar else 0
-            actions[name] = parser.add_argument(*flags, dest=name, action=_Record, nargs=nargs, help=text)
+            words = None if metavar else 0
+            actions[name] = parser.add_argument(*flags, dest=name, action=_Record, nargs=words, help=text)
     return actions
 
 
