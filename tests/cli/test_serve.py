@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import gzip
 import http.client
 import io
@@ -326,8 +327,9 @@ def exchange(server: Endpoint, data: bytes, shut: bool = True) -> bytes:
                 connection.shutdown(socket.SHUT_WR)
             while block := connection.recv(65536):
                 received += block
-        except ConnectionError:
-            pass
+        except OSError as error:  # the server may close the connection before everything is sent
+            if not isinstance(error, ConnectionError) and error.errno != errno.ENOTCONN:
+                raise
         return received
 
 
