@@ -74,10 +74,11 @@ def measured(channels=24, positions=60, samples=3, svd_batch=2) -> dict[tuple[st
 def test_every_converged_route_meets_its_bounds_and_the_iterations_do_not():
     rows = measured()
     exact = {(solver, "float64") for solver in F.SOLVERS if solver != "gram"}
-    exact |= {(solver, "float32") for solver in ("auto", "eigh", "svd")}
+    exact |= {(solver, "float32") for solver in ("auto", "eigh", "svd", "products")}
     peers = {("newton_schulz", "float64"), ("mpa_sqrt", "float64"), ("mtp_sqrt", "float64")}
     assert set(rows) == exact | peers
     assert {key for key, row in rows.items() if row["meets"] == "yes"} == exact
+    assert [key for key, row in rows.items() if row["gradient_error"] is None] == [("products", "float32")]
     for key in peers:
         assert rows[key]["note"].endswith("not a converged root")
         assert rows[key]["output"] == "Q"

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import eigengrain
-from eigengrain.errors import ArgumentError, FailedError, FileError, MissingPackageError
+from eigengrain.errors import ArgumentError, FailedError, FileError, MissingPackageError, UnknownName
 from eigengrain.functional import matrix_products as products
 from eigengrain.heads import list_heads
 from eigengrain.models import create_model, export, onnx_file
@@ -136,6 +136,46 @@ def paper_in_numpy(model, x):
         vectors.append(((1 + s) * (u * np.sqrt(eigenvalues)) @ u.T)[np.triu_indices(len(sample))])
     weight, bias = (p.double().numpy() for p in model.classifier.parameters())
     return float(model.vector_scale) * np.stack(vectors) @ weight.T + bias
+
+
+def contains_double(path):
+    """Whether a tensor, a constant, a cast or a value of an ONNX file is in double."""
+    graph = onnx.shape_inference.infer_shapes(onnx.load(path), strict_mode=True).graph
+    double = onnx.TensorProto.DOUBLE
+    types = {tensor.data_type for tensor in graph.initializer}
+    types |= {value.type.tensor_type.elem_type for value in (*graph.value_info, *graph.output)}
+    for attribute in (attribute for node in graph.node for attribute in node.attribute):
+        types |= {attribute.t.data_type} | ({attribute.i} if attribute.name == "to" else set())
+    return double in types
+
+
+@pytest.mark.parametrize("head", ["mpncov+seb", "isqrt+seb"])
+def test_onnx_in_float32(head, tmp_path):
+    path, model = tmp_path / "model.onnx", trained_like(head=head, reduce=64)
+    assert export_onnx(model, path, img_size=64).relative_error < 1e-4
+    assert contains_double(path)
+    assert export_onnx(model, path, img_size=64, dtype="float32").relative_error < 1e-4
+    assert not contains_double(path)
+    if head == "mpncov+seb":
+        session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+        (got,) = session.run(["logits"], {"image": images(3).numpy()})
+        assert relative(got, paper_in_numpy(model.eval(), images(3))) < 1e-5
+        assert model.head.dtype == "auto"
+
+
+@pytest.mark.parametrize("export_to", [export_onnx, export_pt2])
+def test_heads_that_compute_in_double_are_refused_in_float32(export_to, tmp_path):
+    path = tmp_path / f"model.{'onnx' if export_to is export_onnx else 'pt2'}"
+    with pytest.raises(ArgumentError) as error:
+        export_to(trained_like(SMALLEST, "logcov"), path, img_size=48, dtype="float32")
+    assert error.value.argument == "dtype"
+    assert not path.exists()
+
+
+def test_unknown_precision():
+    with pytest.raises(UnknownName) as error:
+        deployable(trained_like(SMALLEST, "gap", reduce=None), dtype="float16")
+    assert error.value.kind == "dtype"
 
 
 @pytest.mark.slow
@@ -428,8 +468,8 @@ def test_missing_packages(package, tmp_path, monkeypatch):
 
 
 def test_scores_that_differ_leave_no_file(tmp_path, monkeypatch):
-    def wrong(model):  # not the weights that the file is compared with
-        copy = deployable(model)
+    def wrong(model, dtype):  # not the weights that the file is compared with
+        copy = deployable(model, dtype)
         for parameter in copy.classifier.parameters():
             parameter.mul_(1.001)
         return copy

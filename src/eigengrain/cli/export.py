@@ -22,6 +22,8 @@ class Export:
         out: file to write; by default the name of the checkpoint with .onnx or .pt2, in the current folder.
         img_size: size of the images that the file takes, or [height,width]; that of the model by default.
         dynamic_batch: accept any number of images at once; false for exactly one.
+        dtype: precision of the square root of a covariance: float64, or float32 for a file without float64, which many
+            runtimes for phones, browsers and accelerators lack.
         opset: ONNX operator set, 18 to 25.
         verify: run the file and compare its scores with those of PyTorch; it is only written if they agree to 1e-4.
         backbone: backbone of a weights file; 'eigengrain models' lists them.
@@ -36,6 +38,7 @@ class Export:
     out: str | None = None
     img_size: int | list[int] | None = setting(None, least=1)
     dynamic_batch: bool = True
+    dtype: Literal["float64", "float32"] = "float64"
     opset: int = 20
     verify: bool = True
     backbone: str | None = setting(None, offers=names.BACKBONES)
@@ -74,7 +77,8 @@ def run(config: Export) -> None:
     from eigengrain.models.export import export_onnx, export_pt2
 
     model = open_model(config, config.size).model
-    common: dict[str, Any] = {"img_size": config.size, "dynamic_batch": config.dynamic_batch, "verify": config.verify}
+    common: dict[str, Any] = {"img_size": config.size, "dynamic_batch": config.dynamic_batch}
+    common |= {"dtype": config.dtype, "verify": config.verify}
     if config.format == "onnx":
         report = export_onnx(model, config.file, opset=config.opset, **common)
     else:

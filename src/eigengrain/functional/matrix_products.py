@@ -1,9 +1,10 @@
-r"""Square root, Lyapunov equation, exponential, logarithm and inverse by matrix products alone, in float64.
+r"""Square root, Lyapunov equation, exponential, logarithm and inverse by matrix products alone.
 
 With :math:`h(t) = c_0 + c_1 t + c_2 t^2`, the coupled iteration :math:`Y \leftarrow Y\,h(ZY),\ Z \leftarrow h(ZY)\,Z` takes
 (A, I) to :math:`(A^{1/2}, A^{-1/2})` because :math:`x\,h(x^2)` drives every x in (0, 1] to 1. The same polynomial applied
 to the block matrix :math:`\begin{pmatrix} B & C \\ 0 & -B \end{pmatrix}` takes it to its sign, whose corner solves the
-Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps and records no gradient.
+Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps and records no gradient. They compute
+in float64; :func:`polar_factor` and :func:`exp_minus_twice` also in float32.
 """
 
 import functools
@@ -52,6 +53,10 @@ QUINTIC_AFTER_NEWTON: Coefficients = (
     _LIMIT,
     _LIMIT,
 )
+
+#: steps for float32, from x in [1e-5, 1]. A minimax step from a long range takes some of the large values to the lower end
+#: of what it leaves, where they have lost their digits. The one that is repeated here takes none below 0.18
+POLAR: Coefficients = (QUINTIC[7],) * 6 + QUINTIC[7:]
 
 #: result of the iteration for 1/√0: null directions come out as if σ were one over this
 _NULL_INVERSE = math.prod(c0 for c0, _, _ in QUINTIC)
@@ -118,6 +123,22 @@ def roots(p: Tensor) -> Roots:
     scale = nonzero(trace(p))
     y, z = coupled_iteration(p / scale, QUINTIC)
     return Roots(symmetric(y), symmetric(z), scale)
+
+
+def polar_factor(x: Tensor) -> Tensor:
+    r"""W of the polar decomposition :math:`X = Q W` of X (B, d, n), with orthonormal rows or columns, also in float32.
+
+    .. math:: W \leftarrow h(W W^T)\,W
+
+    takes :math:`X/\|X\|_F` to W. In float32 :math:`X X^T` has lost the small singular values, and the coupled iteration
+    diverges; X itself has them. Those below 1e-5 of ‖X‖_F do not converge, so that Q has an error of their size.
+    """
+    w = x / nonzero(x.square().sum((-2, -1), keepdim=True).sqrt())
+    tall = x.shape[-2] > x.shape[-1]
+    w = w.mT if tall else w
+    for row in POLAR:
+        w = torch.bmm(quadratic(torch.bmm(w, w.mT), row), w)
+    return w.mT if tall else w
 
 
 def sign_of_block(b: Tensor, c: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
@@ -231,10 +252,17 @@ def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     return torch.where((times % 2 == 0)[:, None, None], even, odd)
 
 
-#: squarings of the exponential, and the largest trace they suffice for: beyond it the rounding of P is larger than every
-#: eigenvalue that the exponential does not make 0
+#: squarings of the exponential, and the largest trace they suffice for in float64: beyond it the rounding of P is larger
+#: than every eigenvalue that the exponential does not make 0
 _SQUARINGS = 54
 _LARGEST_TRACE = 2.0**48
+
+
+def largest_trace(dtype: torch.dtype) -> float:
+    """``_LARGEST_TRACE`` in float64; smaller in float32, in proportion to its precision."""
+    return _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
+
+
 #: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2⁴⁸/2⁵⁴] = [0, 1/32]
 _EXP_TERMS = 7
 
@@ -247,10 +275,11 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     r""":math:`e^{-2P}` for positive semi-definite P (B, d, d) by scaling and squaring, without waiting for the device.
 
     The squarings work on :math:`E = e^{-2P} - I`, :math:`E \leftarrow 2E + E^2`, so that squarings that a small P does not
-    need lose no digits. A matrix with a trace above 2⁴⁸ is first scaled to that trace.
+    need lose no digits. A matrix with a trace above :func:`largest_trace` is first scaled to that trace.
     """
-    p = p * (_LARGEST_TRACE / nonzero(trace(p))).clamp_max(1.0)
-    if p.is_cuda and not torch.compiler.is_compiling() and not in_transform(p) and _kernel_available(p.device):
+    p = p * (largest_trace(p.dtype) / nonzero(trace(p))).clamp_max(1.0)
+    kernel = p.is_cuda and p.dtype == torch.float64 and not torch.compiler.is_compiling() and not in_transform(p)
+    if kernel and _kernel_available(p.device):
         e = _exp_counted(p)
     else:
         y = p * (-2.0 * 0.5**_SQUARINGS)

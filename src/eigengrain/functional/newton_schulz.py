@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from eigengrain.errors import ArgumentError
 from eigengrain.functional._autograd import first_order_only, graph_token
 from eigengrain.functional._cuda.graphs import replayed, side_by_side
-from eigengrain.functional.covariance import centre, covariance
+from eigengrain.functional.covariance import centre, centre_in_range, covariance
 from eigengrain.functional.inputs import (
     check_compute_dtype,
     check_features,
@@ -33,6 +33,7 @@ from eigengrain.functional.matrix_products import (
     nonzero,
     norm,
     plus_identity,
+    polar_factor,
     polynomial,
     quadratic,
     roots,
@@ -168,10 +169,10 @@ class _IsqrtRoot(torch.autograd.Function):
 
 
 def isqrt(p: Tensor, steps: int) -> Tensor:
-    """:func:`newton_schulz` of covariances (B, d, d) in float64; on CUDA as in :func:`isqrt_covariance`."""
+    """:func:`newton_schulz` of covariances (B, d, d) in their dtype; in float64 on CUDA as in :func:`isqrt_covariance`."""
     check_integer(steps, "steps", MOST_STEPS)
-    if not p.is_cuda or torch.compiler.is_compiling():
-        return newton_schulz(p, steps)
+    if not p.is_cuda or p.dtype == torch.float32 or torch.compiler.is_compiling():
+        return newton_schulz(p, steps, dtype=p.dtype)
     with torch.no_grad():
         q, *saved = _isqrt_forward(p.detach(), steps=steps)
     out: Tensor = _IsqrtRoot.apply(p, q, *saved)
@@ -314,6 +315,22 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
         a, *saved = _forward(xc, seb=seb)
     out: Tensor = _ProductRoot.apply(x, graph_token(x), a, xc, *saved, *(() if seb else (None, None)))
     return out
+
+
+#: features above it have no eigenvalue for which e^{−2λ} is not 0, and squares below it stay in the range of float32
+_LARGEST_SCALE = 2.0**40
+
+
+def root_by_polar_factor(x: Tensor, seb: bool) -> Tensor:
+    """Q or A (B, d, d) in float32 from features (B, C, …), without gradient, by :func:`polar_factor`."""
+    xc, scale = centre_in_range(x.detach(), torch.float32)
+    assert scale is not None
+    with full_precision(xc):
+        q = symmetric(torch.bmm(xc, polar_factor(xc).mT)) * scale.unsqueeze(-1)
+        if seb:
+            xc = xc * scale.clamp_max(_LARGEST_SCALE).unsqueeze(-1)
+            q = q * (1 + qs_by_products(torch.bmm(xc, xc.mT))[0])[:, None, None]
+    return q
 
 
 #: the published backward pass of MPA and MTP: eight cubic steps

@@ -10,7 +10,14 @@ from torch import Tensor
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional._autograd import with_gradient
 from eigengrain.functional.eigen import decompose, zero_rounding
-from eigengrain.functional.inputs import check_number, check_square, output_dtype, to_compute
+from eigengrain.functional.inputs import (
+    check_compute_dtype,
+    check_number,
+    check_square,
+    full_precision,
+    output_dtype,
+    to_compute,
+)
 from eigengrain.functional.matrix_products import exp_minus_twice, nonzero, symmetric, trace
 
 KINDS = ("qs", "q", "s", "constant")
@@ -51,7 +58,14 @@ def _value_and_slope(values: Tensor, kind: str) -> tuple[Tensor, Tensor]:
     return log_s.exp(), -torch.exp(-2 * values - log_s.unsqueeze(-1))
 
 
-def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solver: str = "auto") -> Tensor:
+def scaling_factor(
+    P: Tensor,
+    kind: str = "qs",
+    *,
+    constant: float = 100.0,
+    solver: str = "auto",
+    dtype: torch.dtype = torch.float64,
+) -> Tensor:
     r"""The factor of the Scaling Eigen Branch, one per matrix, shape (*), with closed-form gradient.
 
     - ``qs``: :math:`\|QS^T\|_F = \sqrt{\mathrm{tr}(P e^{-2P})}`, gradient :math:`(I - 2P)e^{-2P}/(2s)` (Eq. 24);
@@ -67,12 +81,14 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         constant: value for ``constant``.
         solver: ``auto``, ``eigh``, or ``products`` for matrix products alone (``qs`` and ``q``), which ``auto`` takes for
             ``qs`` on CUDA. By products :math:`s^2` has an error of about d ε tr P, and is 0 below that.
+        dtype: working precision, float64 or float32.
 
     Example:
         >>> scaling_factor(torch.diag(torch.tensor([1.0, 0.0])))
         tensor(0.3679)
     """
     check_square(P)
+    check_compute_dtype(dtype)
     if kind not in KINDS:
         raise UnknownName("scaling factor", kind, KINDS)
     if solver not in SOLVERS:
@@ -80,7 +96,7 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
     if kind == "constant":
         check_number(constant, "constant")
         return torch.full(P.shape[:-2], constant, dtype=output_dtype(P), device=P.device)
-    p = symmetric(to_compute(P))
+    p = symmetric(to_compute(P, dtype))
     if kind == "q":  # no decomposition is needed
         total = p.diagonal(dim1=-2, dim2=-1).sum(-1)
         root = torch.where(total <= 0, 1.0, total).sqrt()  # the root has no slope at 0
@@ -91,13 +107,15 @@ def scaling_factor(P: Tensor, kind: str = "qs", *, constant: float = 100.0, solv
         if kind != "qs":
             raise ArgumentError("solver", f"must be 'eigh' for kind={kind!r}", solver)
         batch = p.reshape(-1, *p.shape[-2:])
-        with torch.no_grad():
+        with torch.no_grad(), full_precision(batch):
             value, slope = qs_by_products(batch)
         out = with_gradient(batch, value, slope, "scaling_factor").reshape(P.shape[:-2])
     else:
         values, vectors = decompose(p)
         value, slope = _value_and_slope(zero_rounding(values), kind)
-        out = with_gradient(p, value, (vectors * slope.unsqueeze(-2)) @ vectors.mT, "scaling_factor")
+        with full_precision(p):
+            slope = (vectors * slope.unsqueeze(-2)) @ vectors.mT
+        out = with_gradient(p, value, slope, "scaling_factor")
     return out.to(P.device, output_dtype(P))
 
 
@@ -106,7 +124,7 @@ _ROUNDING = 4.0
 
 
 def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
-    """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d) in float64, by matrix products alone."""
+    """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d), by matrix products alone."""
     # P e^{−2P} with two factors e^{−P/2} on either side, which remove the rounding of P, ε tr P, next to large eigenvalues
     half = exp_minus_twice(p / 4)
     decay = torch.bmm(half, half)

@@ -36,7 +36,7 @@ from eigengrain.functional.inputs import (
     output_dtype,
 )
 from eigengrain.functional.matrix_products import symmetric
-from eigengrain.functional.newton_schulz import root_by_products
+from eigengrain.functional.newton_schulz import root_by_polar_factor, root_by_products
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
@@ -277,10 +277,6 @@ def _resolve_dtype(dtype: torch.dtype | str, x: Tensor, solver: str) -> torch.dt
 def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) -> str:
     if solver not in SOLVERS:
         raise UnknownName("solver", solver, SOLVERS)
-    if dtype == torch.float32 and solver == "products":
-        raise ArgumentError(
-            "solver", "must not be 'products' in torch.float32, where they diverge", solver, "use solver='eigh'"
-        )
     if solver != "auto":
         return solver
     batch, channels, *size = x.shape
@@ -346,7 +342,8 @@ def sqrt_covariance(
             holds for the full spectrum and for ``projector``.
         solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
             the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles into one
-            graph; the error of s is described in :func:`scaling_factor`). ``auto`` is the rule of :func:`choose_solver`.
+            graph; the error of s is described in :func:`scaling_factor`; in float32 it has no gradient). ``auto`` is the
+            rule of :func:`choose_solver`.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
         dtype: working precision, ``torch.float64`` or ``torch.float32``, also as ``"float64"`` or ``"float32"``. ``"auto"``
             is the rule of :func:`choose_dtype`, and float64 for ``products``, published gradient rules, and an
@@ -384,7 +381,7 @@ def sqrt_covariance(
     if solver != "products" and rule.name == "exact":
         [q], eigenvalues = _roots(x, [chosen], seb, cut, solver, dtype)
         return (q, eigenvalues) if return_eigenvalues else q
-    q = _by_products(x, seb, chosen, rule) if solver == "products" else _by_rule(x, seb, chosen, cut, rule)
+    q = _by_products(x, seb, chosen, rule, dtype) if solver == "products" else _by_rule(x, seb, chosen, cut, rule)
     if not return_eigenvalues:
         return q
     return q, zero_rounding(decompose(covariance(x.detach(), dtype=torch.float64)).values).to(q)
@@ -441,12 +438,17 @@ def sqrt_covariance_of_subsets(
     return _roots(x, [EigenSubset.parse(subset) for subset in subsets], seb, cut, solver, dtype)
 
 
-def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule) -> Tensor:
+def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, dtype: torch.dtype) -> Tensor:
     if not subset.covers(x.shape[1]):
         raise ArgumentError("solver", "must compute eigenvalues for a subset", "products", "use solver='eigh'")
     if rule.name != "exact":
         raise ArgumentError("solver", f"must be 'auto' or 'eigh' for gradient={rule.name!r}", "products")
-    return root_by_products(x, seb).to(x.device, output_dtype(x))
+    if dtype == torch.float64:
+        return root_by_products(x, seb).to(x.device, output_dtype(x))
+    if torch.is_grad_enabled() and x.requires_grad:
+        problem = "must be torch.float64 for a gradient by matrix products"
+        raise ArgumentError("dtype", problem, dtype, "use solver='eigh', or torch.no_grad() for the value alone")
+    return root_by_polar_factor(x, seb).to(output_dtype(x))
 
 
 def _by_rule(x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule) -> Tensor:

@@ -1,8 +1,9 @@
 r"""Export models for use outside PyTorch and outside this package: ``torch.export`` programs and ONNX files.
 
-Runtimes have no eigensolver, so what is exported is a copy of the model whose head uses matrix products alone, in float64
-(:meth:`eigengrain.heads.Head.use_products`). Its scores agree with the eigensolver's to about 1e-7; the rest of the
-difference from PyTorch is the runtime's own float32 in the backbone.
+Runtimes have no eigensolver, so what is exported is a copy of the model whose head uses matrix products alone
+(:meth:`eigengrain.heads.Head.use_products`), by default in float64. Its scores agree with the eigensolver's to about 1e-7;
+the rest of the difference from PyTorch is the runtime's own float32 in the backbone. Many runtimes for phones, browsers and
+accelerators have no float64: ``dtype="float32"`` writes a file without it, whose scores agree to about 1e-5.
 """
 
 import copy
@@ -22,9 +23,9 @@ import torch
 from torch import Tensor
 
 import eigengrain
-from eigengrain.errors import ArgumentError, FailedError, FileError, MissingPackageError, ShortRankWarning
+from eigengrain.errors import ArgumentError, FailedError, FileError, MissingPackageError, ShortRankWarning, UnknownName
 from eigengrain.files import writable
-from eigengrain.heads import create_head, list_heads
+from eigengrain.heads import CovarianceHead, create_head, list_heads
 from eigengrain.models import onnx_file
 from eigengrain.models.backbone import ImageSize
 from eigengrain.models.calibration import Judged
@@ -33,6 +34,8 @@ from eigengrain.models.pretrained import current_config, own_subset
 
 #: largest relative error of the scores that an exported file may have
 TOLERANCE = 1e-4
+#: precisions of the square root of a covariance in a file
+PRECISIONS = ("float64", "float32")
 #: default ONNX operator set, and those that can be written
 OPSET, OPSETS = 20, range(18, 26)
 #: entry of a .pt2 archive with the :func:`metadata`
@@ -98,8 +101,12 @@ def exportable_heads() -> list[str]:
     return names
 
 
-def deployable(model: CovarianceNet) -> CovarianceNet:
+def deployable(model: CovarianceNet, dtype: str = "float64") -> CovarianceNet:
     """Copy a model for inference: eval mode, float32, no gradients, a head of matrix products.
+
+    Args:
+        model: from :func:`create_model`.
+        dtype: precision of the square root of a covariance, ``float64`` or ``float32``.
 
     Raises:
         ArgumentError: if the head, or one of its settings, needs an eigensolver.
@@ -111,6 +118,8 @@ def deployable(model: CovarianceNet) -> CovarianceNet:
         ('products', 'auto', True)
     """
     check_unwrapped(model)
+    if dtype not in PRECISIONS:
+        raise UnknownName("dtype", dtype, PRECISIONS)
     deployed = _copy_for_inference(model)
     try:
         deployed.head.use_products()
@@ -118,6 +127,9 @@ def deployable(model: CovarianceNet) -> CovarianceNet:
         name, heads = model.config["head"], exportable_heads()
         others = "" if name in heads else f"heads that can be exported: {', '.join(heads)}"
         raise ArgumentError("model", f"cannot be exported with head {name!r}: {error}", remedy=others) from error
+    for part in deployed.head.modules():
+        if isinstance(part, CovarianceHead):
+            part.dtype = dtype
     return deployed
 
 
@@ -161,6 +173,7 @@ def export_program(
     img_size: ImageSize | None = None,
     batch: int | None = None,
     dynamic_batch: bool = True,
+    dtype: str = "float64",
 ) -> torch.export.ExportedProgram:
     """Export a model as a ``torch.export`` program of PyTorch's own operators, which runs without this package.
 
@@ -170,9 +183,11 @@ def export_program(
         img_size: side, or (height, width), of the images; the model's own if None.
         batch: number of images, 1 if None; without effect if ``dynamic_batch``.
         dynamic_batch: accept any number of images. Height and width are fixed in any case.
+        dtype: precision of the square root of a covariance. ``float32`` gives a program without any float64, for runtimes
+            that lack it.
 
     Raises:
-        ArgumentError: if the head cannot be exported, or PyTorch cannot trace the backbone.
+        ArgumentError: if the head cannot be exported, or not in float32, or PyTorch cannot trace the backbone.
 
     Example:
         >>> from eigengrain.models import create_model
@@ -180,15 +195,15 @@ def export_program(
         >>> export_program(model, img_size=64).module()(torch.zeros(3, 3, 64, 64)).shape
         torch.Size([3, 2])
     """
-    deployed = deployable(model)
+    deployed = deployable(model, dtype)
     if example_input is None:
         noise = _noise(_input_shape(model, img_size, batch, dynamic_batch))
         example_input = noise.to(next(deployed.parameters()).device)
-    return _trace(deployed, example_input, dynamic_batch)
+    return _trace(deployed, example_input, dynamic_batch, dtype)
 
 
 def _trace(
-    deployed: CovarianceNet, images: Tensor, dynamic_batch: bool, judged: bool = False
+    deployed: CovarianceNet, images: Tensor, dynamic_batch: bool, dtype: str, judged: bool = False
 ) -> torch.export.ExportedProgram:
     if dynamic_batch:
         images = torch.cat([images[:1]] * 2)  # a batch of one would be taken for a constant
@@ -201,11 +216,16 @@ def _trace(
         with torch.no_grad():
             net = Judged(deployed) if judged else deployed
             shapes = ({0: torch.export.Dim("batch")},) if dynamic_batch else None
-            return torch.export.export(net, (images,), dynamic_shapes=shapes)
+            program = torch.export.export(net, (images,), dynamic_shapes=shapes)
     except RuntimeError as error:
         problem = f"has a backbone that torch.export cannot trace ({onnx_file.first_line(error)})"
         remedy = f"try {'{dynamic_batch}=False or ' if dynamic_batch else ''}another backbone"
         raise ArgumentError("model", problem, deployed.config["backbone"], remedy) from error
+    values = (node.meta.get("val") for node in program.graph.nodes)
+    if dtype == "float32" and any(isinstance(value, Tensor) and value.dtype == torch.float64 for value in values):
+        problem = f"must be float64 for head {deployed.config['head']!r}, which computes in it"
+        raise ArgumentError("dtype", problem, dtype, "use a head such as 'mpncov' or 'isqrt', also with '+seb'")
+    return program
 
 
 def export_pt2(
@@ -215,19 +235,20 @@ def export_pt2(
     img_size: ImageSize | None = None,
     batch: int | None = None,
     dynamic_batch: bool = True,
+    dtype: str = "float64",
     verify: bool = True,
 ) -> ExportReport:
     """Write the program of :func:`export_program` to a ``.pt2`` file, for :func:`load_program` or ``torch.export.load``.
 
     Args:
-        model, img_size, batch, dynamic_batch: as in :func:`export_program`.
+        model, img_size, batch, dynamic_batch, dtype: as in :func:`export_program`.
         path: the file; it is replaced only when the new one is complete and, with ``verify``, right.
         verify: open the file again and compare its scores with the model's; :class:`~eigengrain.errors.FailedError` is
             raised if they differ by more than 1e-4.
     """
     file = _destination(path, ".pt2")
     shape = _input_shape(model, img_size, batch, dynamic_batch)
-    program = _trace(deployable(model).cpu(), _noise(shape), dynamic_batch)
+    program = _trace(deployable(model, dtype).cpu(), _noise(shape), dynamic_batch, dtype)
 
     def write(target: Path) -> None:
         torch.export.save(program, target, extra_files={_METADATA_FILE: json.dumps(metadata(model, img_size))})
@@ -264,6 +285,7 @@ def export_onnx(
     img_size: ImageSize | None = None,
     batch: int | None = None,
     dynamic_batch: bool = True,
+    dtype: str = "float64",
     opset: int = OPSET,
     verify: bool = True,
 ) -> ExportReport:
@@ -274,11 +296,11 @@ def export_onnx(
     ``familiarity_threshold`` of the metadata the answer of ``predict`` is "none of these". A model without a classifier has
     the output ``vector`` alone.
 
-    The spectral part runs in double inside the graph. The file contains the :func:`metadata`, which
-    ``onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map`` reads.
+    The square root of a covariance runs in double inside the graph, unless ``dtype`` is ``float32``. The file contains the
+    :func:`metadata`, which ``onnxruntime.InferenceSession(path).get_modelmeta().custom_metadata_map`` reads.
 
     Args:
-        model, img_size, batch, dynamic_batch: as in :func:`export_program`.
+        model, img_size, batch, dynamic_batch, dtype: as in :func:`export_program`.
         path: the file; it is replaced only when the new one is complete and, with ``verify``, right.
         opset: ONNX operator set.
         verify: run the file in ONNX Runtime on noise and compare its scores with those of the model in PyTorch, which uses
@@ -302,7 +324,7 @@ def export_onnx(
     shape = _input_shape(model, img_size, batch, dynamic_batch)
     familiar = ["familiarity"] if (model.calibration or {}).get("subspace") else []
     outputs = ["logits", "probabilities", *familiar] if model.num_classes else ["vector"]
-    program = _trace(deployable(model).cpu(), _noise(shape), dynamic_batch, judged=model.num_classes > 0)
+    program = _trace(deployable(model, dtype).cpu(), _noise(shape), dynamic_batch, dtype, judged=model.num_classes > 0)
     try:
         converted = onnx_file.convert(program, "image", outputs, opset, dynamic_batch)
     except ValueError as error:

@@ -207,6 +207,21 @@ class TestWithoutFloat64:
             head.pool_subsets(head.reduce(x), ["top:2", "last:3"])
         assert head.last_spectrum.eigenvalues.dtype == F32
 
+    @pytest.mark.parametrize("name", ["isqrt", "isqrt+seb"])
+    def test_newton_schulz(self, name, one_thread):
+        head, x = create_head(name, 5, dtype="float32"), torch.randn(2, 5, 4, 4, requires_grad=True)
+        with RefuseFloat64():
+            head(x).sin().sum().backward()
+        exact, copy = create_head(name, 5), x.detach().clone().requires_grad_()
+        exact(copy).sin().sum().backward()
+        torch.testing.assert_close(x.grad, copy.grad, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("name", ["mpncov", "mpncov+seb", "isqrt+seb"])
+    def test_products(self, name, one_thread):
+        head = create_head(name, 5, solver="products", dtype="float32")
+        with RefuseFloat64(), torch.no_grad():
+            head(torch.randn(2, 5, 4, 4))
+
     def test_the_mode_notices_float64(self, one_thread):
         with pytest.raises(AssertionError), RefuseFloat64():
             sqrt_covariance(torch.randn(1, 3, 9), dtype=F64)
