@@ -21,7 +21,7 @@ _SUBJECTS = {
     "model": "checkpoint backbone backbones head heads num_classes reduce last_stride stride_on weights class_names",
     "data": "data root data_options split skip_unreadable images kind img_size flip datasets options",
     "result": "topk accept min_probability mistakes subset subsets rules split_at cut target measures measure_count count "
-    "scale perturb toward perturb_lr format dynamic_batch opset verify",
+    "scale perturb toward perturb_lr format dynamic_batch dtype opset verify",
     "training": "recipe freeze epochs batch_size accumulate clip_grad label_smoothing mixup cutmix mix_probability ema "
     "early_stop select eval_every seed seeds resume fresh dry_run",
     "speed and devices": "device workers amp cache cache_features channels_last compile cuda_graphs sync_bn check_images",
