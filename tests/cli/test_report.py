@@ -156,6 +156,15 @@ def test_precision_and_recall_of_the_table(page, truth):
     assert scores == sorted(scores)
 
 
+def test_the_class_that_is_found_least_often(page, truth):
+    logits, labels, *_ = truth
+    found = [(logits.argmax(1) == labels)[labels == k].mean() for k in range(3)]
+    k = int(np.argmin(found))
+    line = next(line for line in page.lines["dd"] if "least often" in line)
+    assert sorted(CLASSES)[k] in line
+    assert share(found[k]) in line
+
+
 def test_the_confusion_matrix_and_the_pairs(page, truth):
     logits, labels, dataset, _ = truth
     answers = logits.argmax(1)

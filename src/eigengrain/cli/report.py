@@ -295,7 +295,7 @@ def _measured_values(trained: "TrainedModel", measured: Measured, config: Report
         "samples": samples,
         "split": measured.dataset.split,
         "classes": class_table(rows, not numbers),
-        "worst": rows[0],
+        "least_found": min((row for row in rows if row.images), key=lambda row: row.recall),
         "matrix": confusion.tolist() if numbers else None,
         "class_names": classes,
         "heat_map": draw_confusion(confusion) if drawing and not numbers else None,
