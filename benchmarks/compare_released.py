@@ -2,7 +2,7 @@
 
 The layers: ``ours``, triu_vector(sqrt_covariance(x, seb=True)), with the default precision; ``ours-float64`` and
 ``ours-float32``, the same with one of them; ``ours-mpncov``, without the branch; ``ours-inference``, without gradients;
-``ours-isqrt``, triu_vector(isqrt_covariance(x)), 5 Newton–Schulz steps, in float64 inside; ``plain-newton-schulz``, 5 steps
+``ours-isqrt``, triu_vector(isqrt_covariance(x)), 5 Newton–Schulz steps; ``plain-newton-schulz``, 5 steps
 in float32 with automatic differentiation, in ten lines; ``newton-schulz``, the released covariance, 5 steps and upper
 triangle, in float32; ``released-seb``, the released SEB module, in float64 inside.
 """

@@ -13,7 +13,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from eigengrain.errors import ArgumentError
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.names import DTYPES
 
 LinAlgError = torch.linalg.LinAlgError  # type: ignore[attr-defined]  # missing from torch's own __all__
 
@@ -49,6 +50,16 @@ def check_square(matrix: Tensor, argument: str = "P") -> None:
 def check_compute_dtype(dtype: torch.dtype) -> None:
     if dtype not in COMPUTE_DTYPES:
         raise ArgumentError("dtype", "must be torch.float64 or torch.float32", dtype)
+
+
+def named_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    """A working precision, also by name; ``auto`` is left to the caller."""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise UnknownName("dtype", dtype, DTYPES)
+        return torch.float64 if dtype == "float64" else torch.float32
+    check_compute_dtype(dtype)
+    return dtype
 
 
 #: compute capabilities of CUDA devices whose float64 rate is half of the float32 rate: P100, V100, A100, H100 and B200

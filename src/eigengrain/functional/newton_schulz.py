@@ -14,13 +14,15 @@ from torch.autograd.function import FunctionCtx
 from eigengrain.errors import ArgumentError
 from eigengrain.functional._autograd import first_order_only, graph_token
 from eigengrain.functional._cuda.graphs import replayed, side_by_side
-from eigengrain.functional.covariance import centre, centre_in_range, covariance
+from eigengrain.functional.covariance import centre, centre_in_range, covariance_in_range
 from eigengrain.functional.inputs import (
     check_compute_dtype,
     check_features,
     check_integer,
     check_square,
+    choose_dtype,
     full_precision,
+    named_dtype,
     output_dtype,
     to_compute,
 )
@@ -179,15 +181,29 @@ def isqrt(p: Tensor, steps: int) -> Tensor:
     return out
 
 
-def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
+#: up to this number of steps the error is below 2e-5 in float32, as is that of the gradient, at every condition number
+_FLOAT32_STEPS = 10
+
+
+def isqrt_dtype(dtype: torch.dtype | str, x: Tensor, steps: int) -> torch.dtype:
+    """The working precision of :func:`isqrt_covariance`."""
+    check_integer(steps, "steps", MOST_STEPS)
+    if dtype == "auto":
+        return choose_dtype(x.device, x.dtype) if steps <= _FLOAT32_STEPS else torch.float64
+    return named_dtype(dtype)
+
+
+def isqrt_covariance(x: Tensor, steps: int = 5, *, dtype: torch.dtype | str = "auto") -> Tensor:
     r"""The covariance of features through k Newton–Schulz steps: iSQRT-COV as one layer.
 
-    The value and the gradient are those of ``newton_schulz(covariance(x))``, computed in float64. On CUDA the products are
-    replayed as a graph with a backward pass of their own; a second derivative then raises.
+    The value and the gradient are those of ``newton_schulz(covariance(x))``. In float64 on CUDA the products are replayed
+    as a graph with a backward pass of their own; a second derivative then raises.
 
     Args:
         x: features, (B, C, H, W) or (B, C, N).
         steps: k, as in :func:`newton_schulz`.
+        dtype: working precision, ``torch.float64`` or ``torch.float32``, also as ``"float64"`` or ``"float32"``. ``"auto"``
+            is the rule of :func:`choose_dtype`, and float64 for more than 10 steps, which enlarge rounding errors.
 
     Example:
         >>> x = torch.tensor([[[1.0, -1.0, 0.0, 0.0], [0.0, 0.0, 2.0, -2.0]]])
@@ -195,7 +211,9 @@ def isqrt_covariance(x: Tensor, steps: int = 5) -> Tensor:
         tensor([[0.7071, 1.4142]])
     """
     check_features(x)
-    return isqrt(covariance(x, dtype=torch.float64), steps).to(output_dtype(x))
+    p, scale = covariance_in_range(x, isqrt_dtype(dtype, x, steps))
+    q = isqrt(p, steps)
+    return (q if scale is None else q * scale).to(output_dtype(x))
 
 
 class _QuinticRoot(torch.autograd.Function):
@@ -318,7 +336,7 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
 
 
 #: features above it have no eigenvalue for which e^{−2λ} is not 0, and squares below it stay in the range of float32
-_LARGEST_SCALE = 2.0**40
+LARGEST_SCALE = 2.0**40
 
 
 def root_by_polar_factor(x: Tensor, seb: bool) -> Tensor:
@@ -328,7 +346,7 @@ def root_by_polar_factor(x: Tensor, seb: bool) -> Tensor:
     with full_precision(xc):
         q = symmetric(torch.bmm(xc, polar_factor(xc).mT)) * scale.unsqueeze(-1)
         if seb:
-            xc = xc * scale.clamp_max(_LARGEST_SCALE).unsqueeze(-1)
+            xc = xc * scale.clamp_max(LARGEST_SCALE).unsqueeze(-1)
             q = q * (1 + qs_by_products(torch.bmm(xc, xc.mT))[0])[:, None, None]
     return q
 

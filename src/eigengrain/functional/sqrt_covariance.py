@@ -27,12 +27,12 @@ from eigengrain.functional.graded_factors import length_floor, resolve
 from eigengrain.functional.gradient_rules import GradientRule
 from eigengrain.functional.inputs import (
     LinAlgError,
-    check_compute_dtype,
     check_features,
     check_number,
     choose_dtype,
     full_precision,
     in_transform,
+    named_dtype,
     output_dtype,
 )
 from eigengrain.functional.matrix_products import symmetric
@@ -40,7 +40,7 @@ from eigengrain.functional.newton_schulz import root_by_polar_factor, root_by_pr
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
-from eigengrain.names import DTYPES, SOLVERS
+from eigengrain.names import SOLVERS
 
 
 class _Factors(NamedTuple):
@@ -266,12 +266,7 @@ def choose_solver(
 def _resolve_dtype(dtype: torch.dtype | str, x: Tensor, solver: str) -> torch.dtype:
     if dtype == "auto":
         return torch.float64 if solver == "products" else choose_dtype(x.device, x.dtype)
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise UnknownName("dtype", dtype, DTYPES)
-        return torch.float64 if dtype == "float64" else torch.float32
-    check_compute_dtype(dtype)
-    return dtype
+    return named_dtype(dtype)
 
 
 def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) -> str:

@@ -12,15 +12,17 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.errors import ArgumentError, UnknownName
-from eigengrain.functional.covariance import covariance, triu_vector
+from eigengrain.functional.covariance import covariance, covariance_in_range, triu_vector
 from eigengrain.functional.eigen import eigh, zero_rounding
 from eigengrain.functional.gradient_rules import GradientRule
 from eigengrain.functional.inputs import check_integer, check_number, output_dtype
 from eigengrain.functional.newton_schulz import (
+    LARGEST_SCALE,
     MOST_STEPS,
     MPA_DEGREES,
     MTP_DEGREES,
     isqrt,
+    isqrt_dtype,
     log_products,
     mpa_sqrt,
     mtp_sqrt,
@@ -95,9 +97,9 @@ class CovarianceHead(SpectralHead):
         cut: how a cut spectrum is differentiated, see :func:`eigengrain.functional.spectral_function`.
         solver: solver of the square root, see :func:`eigengrain.functional.sqrt_covariance`; ``products`` needs no
             eigensolver, so that the head exports (``log`` then has no gradient).
-        dtype: working precision of ``sqrt`` and ``newton-schulz``: ``float64``, ``float32``, or ``auto``, the rule of
-            :func:`eigengrain.functional.choose_dtype` for ``sqrt`` and float64 for ``newton-schulz``. The other functions
-            compute in float64.
+        dtype: working precision of ``sqrt`` and ``newton-schulz``: ``float64``, ``float32``, or ``auto`` for the rule of
+            :func:`eigengrain.functional.choose_dtype`, and float64 with more than 10 steps of ``newton-schulz``, which
+            enlarge rounding errors. The other functions, and scaling factors other than ``qs``, compute in float64.
         gradient: gradient of the square root, ``exact`` or a published rule.
         steps: number of Newton–Schulz steps.
         degree: degree of the Taylor (10) or Padé (5) approximant.
@@ -164,12 +166,6 @@ class CovarianceHead(SpectralHead):
         has_spectrum = self.normalise in ("sqrt", "log", "power") and self.solver != "products"
         return has_spectrum and (self.gradient.name == "exact" or self.gradient.from_spectrum)
 
-    @property
-    def _factor_dtype(self) -> torch.dtype:
-        """Precision of the covariance, where it is computed, and of the scaling factor."""
-        low = self.dtype == "float32" and self.normalise in ("sqrt", "newton-schulz")
-        return torch.float32 if low else torch.float64
-
     def use_products(self) -> None:
         problem = "needs eigenvalues, which matrix products do not compute"
         if self.own_subset is not None:
@@ -202,12 +198,15 @@ class CovarianceHead(SpectralHead):
             else:
                 q = sqrt_covariance(x, paper, *settings, dtype=self.dtype)
             if self.seb and not paper:
-                q = q * self._scale(covariance(x, dtype=self._factor_dtype), q)
+                q = q * self._scale(covariance(x, dtype=torch.float64), q)
             return q, values
-        p = covariance(x, dtype=self._factor_dtype)
+        low = self.normalise == "newton-schulz" and (not self.seb or self.factor == "qs")
+        p, scale = covariance_in_range(x, isqrt_dtype(self.dtype, x, self.steps) if low else torch.float64)
         if with_eigenvalues:
             values = self.eigenvalues(x)
         q = NORMALISATIONS[self.normalise](self, p)
+        if scale is not None:
+            q, p = q * scale, p * scale.clamp_max(LARGEST_SCALE).square()
         return q * self._scale(p, q) if self.seb else q, values
 
     def pool_subsets(
@@ -234,7 +233,7 @@ class CovarianceHead(SpectralHead):
             scale = self.learned_factor(eigh(p).values)
         else:
             solver = "products" if self.solver == "products" and self.factor == "qs" else "auto"
-            scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver, dtype=self._factor_dtype)
+            scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver, dtype=p.dtype)
             if self.path == "both" and self.factor != "constant":
                 scale = 1 + scale
         return scale[:, None, None].to(q.dtype)

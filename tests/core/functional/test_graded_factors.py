@@ -209,12 +209,30 @@ class TestWithoutFloat64:
 
     @pytest.mark.parametrize("name", ["isqrt", "isqrt+seb"])
     def test_newton_schulz(self, name, one_thread):
-        head, x = create_head(name, 5, dtype="float32"), torch.randn(2, 5, 4, 4, requires_grad=True)
+        head, x = create_head(name, 5), torch.randn(2, 5, 4, 4, requires_grad=True)
         with RefuseFloat64():
             head(x).sin().sum().backward()
-        exact, copy = create_head(name, 5), x.detach().clone().requires_grad_()
+        exact, copy = create_head(name, 5, dtype="float64"), x.detach().clone().requires_grad_()
         exact(copy).sin().sum().backward()
         torch.testing.assert_close(x.grad, copy.grad, rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("kappa", [1e2, 1e12])
+    @pytest.mark.parametrize("n", [90, 30])
+    def test_errors_of_newton_schulz(self, kappa, n):
+        x = features(40, n, 3 * log_spectrum(min(40, n - 1), kappa), seed=3, batch=2)[..., None]
+        head, results = create_head("isqrt", 40, steps=10), []
+        for features_of_a_dtype in (x.clone(), x.float()):
+            vector = head(features_of_a_dtype.requires_grad_())
+            vector.sin().sum().backward()
+            results.append((vector[None], features_of_a_dtype.grad.flatten(2)))
+        for exact, low in zip(*results, strict=True):
+            assert low.dtype == F32
+            assert relative(low, exact) < 2e-5
+
+    def test_many_steps_of_newton_schulz_take_float64(self):
+        x = torch.randn(2, 5, 4, 4)
+        assert torch.equal(create_head("isqrt", 5, steps=11)(x), create_head("isqrt", 5, steps=11, dtype="float64")(x))
+        assert not torch.equal(create_head("isqrt", 5)(x), create_head("isqrt", 5, dtype="float64")(x))
 
     @pytest.mark.parametrize("name", ["mpncov", "mpncov+seb", "isqrt+seb"])
     def test_products(self, name, one_thread):
