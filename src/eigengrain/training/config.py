@@ -78,6 +78,8 @@ class Model:
         stages: number of last stages whose maps are pooled together; null for the head's own number, 2 for hcov and else 1.
         class_token: beside joins the class token of a ViT with the head's vector; null leaves it out.
         token_norm: whether the tokens of a ViT have its final norm in all stages; null normalises those of the last one.
+        mid_level: channels of a branch on the map of the stage before the last, such as 512, with a classifier of its own
+            whose scores are added; null for none.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
         weights: file with weights of the backbone or of the whole model.
         pretrained: load the pretrained weights of timm or torchvision.
@@ -95,6 +97,7 @@ class Model:
     stages: int | None = setting(None, least=1)
     class_token: Literal["beside"] | None = None
     token_norm: bool | None = None
+    mid_level: int | None = setting(None, least=1)
     img_size: int | None = None
     weights: str | None = None
     pretrained: bool = False

@@ -257,7 +257,8 @@ def calibrate_vectors(
 ) -> float:
     """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
 
-    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2.
+    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2. A mid-level
+    branch has its own factor too, for vectors of the length LENGTH.
 
     A classifier learns from a vector that is c times as long as if its learning rate were c² times as high. With vectors of
     one length, one learning rate suits all heads. The weights of a linear classifier are divided by a factor above 1, so
@@ -289,17 +290,19 @@ def calibrate_vectors(
     net = (FromFeatures if from_features else MixedPrecision)(model, amp)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors and the class tokens
+    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors, and of the class tokens or the mid-level vectors
     model.train()
     try:
         for images, _ in batches:
             features = net.features(images.to(process.device, non_blocking=True))
-            pooled, class_token = model.split_features(features)
+            pooled, beside = model.split_features(features)
+            if beside is not None and model.mid_level is not None:
+                beside = model.mid_level.vector(beside)
             try:
                 squares[0] += _sum_of_squares(model.head(pooled))
             except NonFiniteError:  # the first step will report it
                 squares[0] = math.nan
-            squares[1] += 0.0 if class_token is None else _sum_of_squares(class_token)
+            squares[1] += 0.0 if beside is None else _sum_of_squares(beside)
             images_seen += len(images)
             if images_seen * process.world_size >= IMAGES:
                 break
@@ -310,18 +313,20 @@ def calibrate_vectors(
             module.training = training
     shares = process.gather((images_seen, squares))
     count = max(1, sum(seen for seen, _ in shares))
-    split = model.head.out_features
-    scales = [(model.vector_scale, slice(split))]
+    split, length = model.head.out_features, LENGTH
+    scales = [(model.vector_scale, model.classifier, slice(split))]
     if model.class_token_channels:
-        scales.append((model.token_scale, slice(split, None)))
-    length = LENGTH / math.sqrt(len(scales))
-    for part, (scale, columns) in enumerate(scales):
+        scales.append((model.token_scale, model.classifier, slice(split, None)))
+        length /= math.sqrt(2)
+    elif model.mid_level is not None:
+        scales.append((model.mid_level.vector_scale, model.mid_level.classifier, slice(None)))
+    for part, (scale, classifier, columns) in enumerate(scales):
         mean_square = sum(sums[part] for _, sums in shares) / count
         if 0 < mean_square < math.inf:
             scale.fill_(length / math.sqrt(mean_square))
             # larger scores of a random classifier would send larger random gradients into the backbone
-            if isinstance(model.classifier, nn.Linear) and scale > 1:
-                model.classifier.weight[:, columns].div_(scale)
+            if isinstance(classifier, nn.Linear) and scale > 1:
+                classifier.weight[:, columns].div_(scale)
     return float(model.vector_scale)
 
 
