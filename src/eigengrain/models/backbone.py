@@ -112,9 +112,10 @@ def add_mid_level(
     Raises:
         ArgumentError: for a network without earlier stages.
     """
-    remedy = "leave it out, or use a network with several stages, such as a ResNet"
+    remedy = "leave it out, or use another backbone, such as a ResNet of timm"
     if layout.kind == "tokens" or not hasattr(net, "forward_intermediates"):
-        raise ArgumentError("mid_level", f"must be None for backbone {name!r}, which has no earlier stages", remedy=remedy)
+        reason = "whose blocks are not stages" if layout.kind == "tokens" else "which returns no maps of earlier stages"
+        raise ArgumentError("mid_level", f"must be None for backbone {name!r}, {reason}", remedy=remedy)
     try:
         with torch.inference_mode():
             images = torch.empty(1, *image_shape, device="meta")
