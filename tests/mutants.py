@@ -122,6 +122,8 @@ explain/saliency.py
     torch.where(left_out == 2, difference, second), → second,
     and not isinstance(head.learned_factor, MatrixFactor) → and True
     not linear or not independent → not linear
+    and not model.beside_channels → and True
+    with request.watched():  # the mid-level → with nullcontext():  # the mid-level
     rule == request.rules[0] or switch.relus > before → rule == request.rules[0]
 explain/sanity.py
     (order[which] < changed → (order[which] <= changed

@@ -88,7 +88,7 @@ def test_smooth_maps(head, class_token):
     model, x = vit(head, class_token=class_token), images()
     pooled, token = model.split_features(model.forward_features(x).detach())
     leaf = model.head.reduce(pooled).detach().requires_grad_()
-    scores = model.forward_vector(model.head.pool(leaf), class_token=token)
+    scores = model.forward_vector(model.head.pool(leaf), beside=token)
     (gradient,) = torch.autograd.grad(scores[:, 1].sum(), leaf)
     expected = interpolate((gradient * leaf).sum(1, keepdim=True).clamp_min(0), (SIZE, SIZE), mode="bilinear")[:, 0]
     torch.testing.assert_close(smooth_maps(model, x, 1), expected.detach(), rtol=1e-3, atol=1e-6)

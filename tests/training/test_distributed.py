@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from eigengrain.training import train
 from training.small_run import colours, without_batch_statistics
-from training.two_processes import CHANGES, part_gradients
+from training.two_processes import CHANGES, part_gradients, sharp, snapmix_gradients
 
 
 @pytest.fixture(scope="module")
@@ -86,6 +86,25 @@ def test_a_frozen_backbone_whose_features_are_shared(seen, two, tmp_path):
 def test_mixed_images_and_class_weights(seen):
     assert seen[0]["mixed"] == seen[1]["mixed"]  # one model
     assert math.isfinite(seen[0]["mixed"]["test_loss"])
+
+
+def test_sharpness_aware_steps(seen, two, tmp_path):
+    losses = sharp(tmp_path)
+    together = [(a + b) / 2 for a, b in zip(*(each["sharp"] for each in seen), strict=True)]
+    assert len(together) == len(losses) == 10
+    assert max(abs(a - b) for a, b in zip(together, losses, strict=True)) <= 1e-5
+    alone, shared = (load_file(folder / "model/model.safetensors") for folder in (tmp_path, two / "sharp"))
+    assert max((alone[name] - shared[name]).abs().max().item() for name in alone) <= 1e-4
+
+
+def test_snapmix_with_batch_statistics_resumes_in_both_processes(seen):
+    assert seen[0]["snapmixed"] == seen[1]["snapmixed"]  # one model
+    assert math.isfinite(seen[0]["snapmixed"]["test_loss"])
+
+
+def test_gradients_of_batches_that_snapmix_mixed_are_averaged(seen):
+    assert seen[0]["snapmix"] == seen[1]["snapmix"]
+    assert seen[0]["snapmix"] == pytest.approx(snapmix_gradients(0, 1), rel=1e-9)
 
 
 def test_no_process_exits_before_the_checkpoint_is_written(seen):

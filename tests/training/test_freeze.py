@@ -55,6 +55,7 @@ CHANGES = {
     "no flips": {"data": Data("colours", transforms=Transforms("none", img_size=SIZE, flip=False))},
     "cropped": {"data": Data("colours", transforms=Transforms("paper", img_size=SIZE))},
     "stages": {"model": Model("test_resnet", head="gap", stages=2)},
+    "mid level": {"model": Model("test_resnet", head="gap", mid_level=4, calibrate=True)},
     "decoded on the device": {"cache": "device"},
     "weights": {"data": Data("colours", balance="weights", transforms=Transforms("none", img_size=SIZE))},
     "adamw": {"optimiser": Optimiser("adamw", lr=1e-3, weight_decay=0.1)},

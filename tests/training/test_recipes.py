@@ -2,12 +2,14 @@
 
 import math
 import re
+from dataclasses import replace
 from io import BytesIO
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 
 import pytest
 import torch
+from PIL import Image
 
 from eigengrain.cli import train as command
 from eigengrain.cli.main import parse
@@ -15,8 +17,10 @@ from eigengrain.data.datasets.registry import list_datasets
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.models import create_model
 from eigengrain.recipes import list_recipes, load_recipe, recipe_path
+from eigengrain.training import train
 
 FINE = ("birds", "aircrafts", "cars")
+MODERN = ("birds", "cars", "dogs")
 PHOTOS = ("photos", "photos-small", "photos-scratch")
 
 
@@ -57,7 +61,8 @@ def test_the_model_of_a_recipe_can_be_created(name, channels, side):
 
 def test_there_is_a_recipe_for_each_pair_of_the_paper():
     expected = {f"{data}-{backbone}-paper" for data in FINE for backbone in ("resnet50", "vgg16")}
-    expected |= {f"{data}-resnet50-scripts" for data in FINE} | {"birds-resnet50-modern"}
+    expected |= {f"{data}-resnet50-scripts" for data in FINE}
+    expected |= {f"{data}-resnet50-modern" for data in MODERN}
     expected |= {f"{data}-efficientnet_b5-paper" for data in ("dogs", "inats")}
     expected |= {f"imagenet-{b}-{flavour}" for b in ("alexnet", "resnet50") for flavour in ("paper", "scripts")}
     assert set(list_recipes()) == expected | {"plumage-demo", "birds-vit_base-transfg", *PHOTOS}
@@ -76,9 +81,39 @@ def test_the_steps_of_transfg():
     assert features.shape == (1, 768, 1, 13)
 
 
-def test_only_the_recipes_for_photographs_calibrate_and_skip_unreadable_images():
+def test_recipes_that_calibrate_and_that_skip_unreadable_images():
     assert {name for name in list_recipes() if load_recipe(name).data.skip_unreadable} == set(PHOTOS)
-    assert {name for name in list_recipes() if load_recipe(name).model.calibrate} == {"photos", "photos-small"}
+    assert {name for name in list_recipes() if load_recipe(name).model.calibrate} == {
+        *("photos", "photos-small", "cars-resnet50-modern", "dogs-resnet50-modern")
+    }
+
+
+@pytest.mark.parametrize("data", ["cars", "dogs"])
+def test_the_modern_settings_for_whole_images(data):
+    config, birds = load_recipe(f"{data}-resnet50-modern"), load_recipe("birds-resnet50-modern")
+    transforms = config.data.transforms
+    assert (transforms.resized, transforms.img_size, transforms.warped) == (512, 448, True)
+    assert (config.label_smoothing, config.optimiser.weight_decay) == (0.1, 5e-4)
+    assert (config.optimiser.head_lr_scale, config.optimiser.classifier_lr_scale) == (1, 1)
+    whole = replace(birds.data, name=data, transforms=replace(transforms))
+    changed = replace(birds, recipe=config.recipe, data=whole, epochs=config.epochs)
+    changed = replace(changed, model=replace(birds.model, calibrate=True))
+    assert config == replace(changed, optimiser=replace(birds.optimiser, weight_decay=5e-4))
+
+
+def test_the_modern_recipes_train_on_folders(tmp_path):
+    for split in ("train", "test"):
+        for label in ("a", "b"):
+            (tmp_path / split / label).mkdir(parents=True)
+            for number in range(2):
+                Image.new("RGB", (40, 30), (90 * number, 80, 40)).save(tmp_path / split / label / f"{number}.png")
+    changes = {"data.name": "folder", "data.root": str(tmp_path), "out": str(tmp_path / "run"), "epochs": 1}
+    changes |= {"model.backbone": "test_resnet", "model.pretrained": False, "model.reduce": 3, "batch_size": 2}
+    changes |= {"data.transforms.img_size": 64, "data.transforms.resize": 72, "device": "cpu", "workers": 0}
+    changes |= {"model.mid_level": 4, "snapmix": 5.0, "mix_probability": 0.5, "optimiser.sam": 0.05}
+    result = train(load_recipe("cars-resnet50-modern", changes))
+    assert result.epoch == 1
+    assert math.isfinite(result.scores["test_loss"])
 
 
 @pytest.fixture

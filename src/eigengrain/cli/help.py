@@ -22,8 +22,8 @@ _SUBJECTS = {
     "data": "data root data_options split skip_unreadable images kind img_size flip datasets options",
     "result": "topk accept min_probability mistakes subset subsets rules split_at cut target measures measure_count count "
     "scale perturb toward perturb_lr format dynamic_batch dtype opset verify",
-    "training": "recipe freeze epochs batch_size accumulate clip_grad label_smoothing mixup cutmix mix_probability ema "
-    "early_stop select eval_every seed seeds resume fresh dry_run",
+    "training": "recipe freeze epochs batch_size accumulate clip_grad label_smoothing mixup cutmix snapmix "
+    "mix_probability ema early_stop select eval_every seed seeds resume fresh dry_run",
     "speed and devices": "device workers amp cache cache_features channels_last compile cuda_graphs sync_bn check_images",
     "page": "host port password browser",
     "output": "out license report log save_every per_class",

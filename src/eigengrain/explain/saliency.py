@@ -261,13 +261,15 @@ def _head_outputs(request: _Request, leaf: Tensor, names: list[str], spectrum: l
     # a subclass can do more than pool_subsets, and other factors have ReLUs of their own
     if type(head) is CovarianceHead and head.learned_factor is None:
         model.warn_of_short_rank(leaf)
-        pooled, class_token = model.split_features(leaf)
+        pooled, beside = model.split_features(leaf)
         with request.watched():
             reduced = head.reduce(pooled)
         vectors, eigenvalues = head.pool_subsets(reduced, [request.subsets[name] for name in names], request.cut)
         spectrum.append(eigenvalues)
         for vector in vectors:
-            yield model.forward_vector(vector, pre_logits=request.by_norm, class_token=class_token)
+            with request.watched():  # the mid-level branch has a ReLU
+                output = model.forward_vector(vector, pre_logits=request.by_norm, beside=beside)
+            yield output
         return
     if isinstance(head, SpectralHead):
         with torch.no_grad():
@@ -335,7 +337,7 @@ def _find_partition(request: _Request) -> _Partition | None:
         and head.gradient.name == "exact"  # published gradient rules are not additive across a cut
         and not isinstance(head.learned_factor, MatrixFactor)  # a factor that depends on the subset
         and type(model.classifier) is nn.Linear
-        and not model.class_token_channels  # its gradient is a part of every subset's map
+        and not model.beside_channels  # its gradient is a part of every subset's map
     )
     # a pass mixes gradients of different subsets in one batch, so batch statistics must not couple its images
     independent = not any(module.training for module in model.modules())

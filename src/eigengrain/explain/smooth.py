@@ -1,29 +1,19 @@
-r"""A smooth map of an image: how much each position of the feature map contributes to the score of a class.
-
-.. math:: M_p = \max\Big(0, \sum_c X_{cp}\, \frac{\partial y}{\partial X_{cp}}\Big)
-
-X is the reduced feature map, the input of the pooling. This is Grad-CAM with one weight per position, also called HiResCAM
-(arXiv 2011.08891). Grad-CAM's own weights are means over the positions, and these are zero for every covariance: it
-does not change when a number is added to a channel.
-"""
+"""A smooth map of an image: how much each position of the feature map contributes to the score of a class."""
 
 import torch
 from torch import Tensor
-from torch.nn.functional import interpolate
 
-from eigengrain.errors import MissingPackageError
 from eigengrain.explain.targets import Classes, read_classes
 from eigengrain.models import CovarianceNet
+from eigengrain.models.contributions import contributions
 from eigengrain.models.model import check_unwrapped, eval_mode
 
-try:
-    from captum.attr import LayerGradientXActivation
-except ImportError as error:
-    raise MissingPackageError("maps need captum: pip install 'eigengrain[explain]'") from error
 
-
+@torch.no_grad()
 def smooth_maps(model: CovarianceNet, images: Tensor, target: Classes | None = None) -> Tensor:
     """Compute smooth maps of a batch, (B, H, W), at least 0, enlarged to the size of the images.
+
+    They are those of :func:`eigengrain.models.contributions.contributions`.
 
     Args:
         model: from :func:`create_model`, with a classifier; its mode is restored.
@@ -37,11 +27,9 @@ def smooth_maps(model: CovarianceNet, images: Tensor, target: Classes | None = N
         torch.Size([2, 64, 64])
     """
     check_unwrapped(model)
-    with eval_mode(model), torch.inference_mode(False), torch.enable_grad():
+    with eval_mode(model):
+        features = model.forward_features(images)
         if target is None:
-            target = model(images).argmax(1)
+            target = model.forward_head(features).argmax(1)
         classes = read_classes(target, images, model.num_classes)
-        products = LayerGradientXActivation(model, model.head.reduce).attribute(images.clone(), classes)
-    assert isinstance(products, Tensor)
-    positive = products.detach().sum(1, keepdim=True).clamp_min(0)
-    return interpolate(positive, images.shape[-2:], mode="bilinear", align_corners=False)[:, 0]
+        return contributions(model, features, classes, images.shape[-2:])

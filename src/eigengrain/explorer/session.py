@@ -63,7 +63,7 @@ class Analysis:
     inputs: Tensor  # normalised image (1, 3, H, W)
     pixels: Tensor  # the same image as RGB, uint8 (3, H, W)
     reduced: Tensor  # feature map after the head's reduction, (1, d, h, w)
-    class_token: Tensor | None  # beside the head's vector, (1, C), if the model joins it
+    beside: Tensor | None  # what goes beside the head, see CovarianceNet.split_features
     eigenvalues: Tensor  # of the head's matrix, descending, float64 (d,), on the CPU; 0 where they are rounding
     familiarity: float  # see models/calibration.py; 0 for a model without calibration
     #: subset as text → class scores, float64 (classes,), on the CPU; subsets are added when they are requested
@@ -307,12 +307,12 @@ class Session:
         inputs = image[None].to(next(self.model.parameters()).device)
         with self.exclusive(), torch.no_grad():
             features = self.model.forward_features(inputs)
-            pooled, class_token = self.model.split_features(features)
+            pooled, beside = self.model.split_features(features)
             reduced = self.head.reduce(pooled)
             eigenvalues = self.head.eigenvalues(reduced)[0].double().cpu()
             familiar = 0.0 if self._subspace is None else float(familiarity(features.float(), self._subspace))
         pixels = rgb_pixels(image, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
-        analysis = Analysis(key, title, label, inputs, pixels, reduced, class_token, eigenvalues, familiar)
+        analysis = Analysis(key, title, label, inputs, pixels, reduced, beside, eigenvalues, familiar)
         self._score(analysis, ["all", *(part for split in self.splits for part in self._parts(split))])
         self._analyses.put(key, analysis)
         return analysis
@@ -327,9 +327,7 @@ class Session:
             batch = new[start : start + SUBSET_BATCH]
             with self.exclusive(), torch.no_grad():
                 vectors, _ = self.head.pool_subsets(analysis.reduced, batch)
-                class_token = analysis.class_token
-                class_tokens = None if class_token is None else class_token.expand(len(vectors), -1)
-                scores = self.model.forward_vector(torch.cat(vectors), class_token=class_tokens).double().cpu()
+                scores = self.model.forward_vector(torch.cat(vectors), beside=analysis.beside).double().cpu()
             analysis.scores.update(zip(batch, scores, strict=True))
 
     def subsets(self, split: int, custom: str = "") -> dict[str, str]:

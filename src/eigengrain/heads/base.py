@@ -89,7 +89,7 @@ class Head(nn.Module, ProductForm):
     quadratic: ClassVar[bool] = True
     #: whether a map with fewer positions than channels makes the pooled matrix singular
     rank_sensitive: ClassVar[bool] = False
-    #: whether :meth:`loss_terms` is defined for the mixed labels (B, classes) of mixup and cutmix
+    #: whether :meth:`loss_terms` is defined for the mixed labels (B, classes) of mixup, cutmix and snapmix
     mixes_labels: bool = True
 
     out_features: int
@@ -158,7 +158,8 @@ class Head(nn.Module, ProductForm):
 
         Args:
             vector: the vectors (B, out_features) as the classifier gets them, in its precision.
-            targets: labels (B,), or with mixup and cutmix the shares of the classes (B, classes).
+            targets: labels (B,), or with mixup, cutmix and snapmix the shares of the classes (B, classes), which with
+                snapmix need not add up to 1.
             classifier: the layer of :meth:`classifier`.
         """
         return None

@@ -24,6 +24,7 @@ class FeatureLayout:
     prefix_tokens: int = 0  # class and register tokens before the positions; they are not positions of the map
     class_token: bool = False  # the first token follows the maps as further channels, the same at every position
     norm: bool | None = None  # the final norm is applied to every stacked block, to none, or (None) to the last one
+    mid_level: int = 0  # the map of the stage before the last follows, f × f positions in one; 0 leaves it out
 
     def to_map(self, features: Tensor, net: nn.Module, image_size: tuple[int, int]) -> Tensor:
         """Convert features to a map (B, C, H, W)."""
@@ -49,24 +50,29 @@ class Backbone:
     channels: tuple[int, ...]  # of the maps of the last stages, which are stacked to one feature map
     description: dict[str, Any]  # size, mean, std and crop of its images, as in timm's pretrained_cfg
     classifier: str  # name of the removed classifier, as in checkpoints of the whole network
+    mid_level: int = 0  # channels of the map of the stage before the last, if it follows the feature map
 
 
 def feature_parts(net: nn.Module, images: Tensor, layout: FeatureLayout, stages: int = 1) -> list[Tensor]:
-    """Parts (B, C, H, W) of the feature map, from one pass: maps of the last stages, then the class token if it is used.
+    """Parts (B, C, H, W) of the feature map, from one pass: maps of the last stages, then what goes beside the head.
 
-    The maps of earlier stages (blocks of a ViT) are pooled on average to the size of the last one. The class token, the
-    first one, has the network's final norm. It is repeated at every position, so that the features stay one tensor.
+    The maps of earlier stages (blocks of a ViT) are pooled on average to the size of the last one. Beside the head go the
+    class token or the map of the stage before the last, as further channels, so that the features stay one tensor. The
+    class token, the first one, has the network's final norm and is repeated at every position.
     """
     maps: list[Tensor] = []
-    if stages == 1 and layout.norm is None:
+    count = max(stages, 2) if layout.mid_level else stages
+    if count == 1 and layout.norm is None:
         own = net.forward_features(images)  # type: ignore[operator]
     else:
         options: dict[str, Any] = {} if layout.norm is None else {"norm": layout.norm}
-        own, maps = net.forward_intermediates(images, indices=stages, output_fmt="NCHW", **options)  # type: ignore[operator]
+        own, maps = net.forward_intermediates(images, indices=count, output_fmt="NCHW", **options)  # type: ignore[operator]
     last = maps[-1] if layout.norm is False else layout.to_map(own, net, (images.shape[-2], images.shape[-1]))
-    parts = [*(average_to(part, last) for part in maps[:-1]), last]
+    parts = [*(average_to(part, last) for part in maps[-stages:-1]), last]
     if layout.class_token:
         parts.append(own[:, 0, :, None, None].expand(-1, -1, last.shape[2], last.shape[3]))
+    if layout.mid_level:
+        parts.append(fold(maps[-2], last, layout.mid_level))
     return parts
 
 
@@ -75,6 +81,55 @@ def average_to(part: Tensor, like: Tensor) -> Tensor:
     """Pool a map on average to the size of another one."""
     height, width = like.shape[2:]
     return part if part.shape[2:] == like.shape[2:] else nn.functional.adaptive_avg_pool2d(part, (height, width))
+
+
+@torch.fx.wrap  # one node of a traced graph, because it branches on sizes
+def fold(part: Tensor, like: Tensor, factor: int) -> Tensor:
+    """A map as one of the size of ``like``, with ``factor``² times the channels; :func:`unfold` undoes it.
+
+    If its sides are not ``factor`` times those of ``like``, some of its positions are first repeated or, rarely, left out.
+
+    Example:
+        >>> part, like = torch.rand(2, 3, 7, 8), torch.rand(2, 5, 4, 4)
+        >>> fold(part, like, 2).shape, torch.equal(unfold(fold(part, like, 2), 2).amax((2, 3)), part.amax((2, 3)))
+        (torch.Size([2, 12, 4, 4]), True)
+    """
+    size = (factor * like.shape[2], factor * like.shape[3])
+    part = part if part.shape[2:] == size else nn.functional.interpolate(part, size)
+    return nn.functional.pixel_unshuffle(part, factor)
+
+
+def unfold(features: Tensor, factor: int) -> Tensor:
+    """The map whose positions :func:`fold` made channels."""
+    return nn.functional.pixel_shuffle(features, factor)
+
+
+def add_mid_level(
+    net: nn.Module, image_shape: tuple[int, int, int], layout: FeatureLayout, name: str
+) -> tuple[FeatureLayout, int]:
+    """The layout with the map of the stage before the last, and the channels of that map.
+
+    Raises:
+        ArgumentError: for a network without earlier stages.
+    """
+    remedy = "leave it out, or use another backbone, such as a ResNet of timm"
+    if layout.kind == "tokens" or not hasattr(net, "forward_intermediates"):
+        reason = "whose blocks are not stages" if layout.kind == "tokens" else "which returns no maps of earlier stages"
+        raise ArgumentError("mid_level", f"must be None for backbone {name!r}, {reason}", remedy=remedy)
+    try:
+        with torch.inference_mode():
+            images = torch.empty(1, *image_shape, device="meta")
+            *_, part, last = (
+                _meta_copy(net)
+                .eval()
+                .forward_intermediates(  # type: ignore[operator]
+                    images, indices=2, output_fmt="NCHW", intermediates_only=True
+                )
+            )
+    except (RuntimeError, AssertionError, TypeError, IndexError, ValueError) as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ArgumentError("mid_level", f"must be None for backbone {name!r} ({reason})", remedy=remedy) from error
+    return replace(layout, mid_level=max(1, round(part.shape[-1] / last.shape[-1]))), part.shape[1]
 
 
 def stage_channels(

@@ -24,7 +24,15 @@ from eigengrain.functional.inputs import check_integer
 from eigengrain.heads import list_heads
 from eigengrain.heads.registry import default_stages
 from eigengrain.models.attention import overlap_patches
-from eigengrain.models.backbone import Backbone, ImageSize, cut_after_map, has_fixed_size, probe, stage_channels
+from eigengrain.models.backbone import (
+    Backbone,
+    ImageSize,
+    add_mid_level,
+    cut_after_map,
+    has_fixed_size,
+    probe,
+    stage_channels,
+)
 from eigengrain.models.extra_backbones import PREFIX, TorchvisionTrunk
 from eigengrain.models.model import CovarianceNet, Reduction
 from eigengrain.models.stride import StrideOn, edit_strides
@@ -64,6 +72,7 @@ def create_model(
     stages: int | None = None,
     class_token: Literal["beside"] | bool | None = None,
     token_norm: bool | None = None,
+    mid_level: int | None = None,
     img_size: ImageSize | None = None,
     weights: str | os.PathLike[str] | None = None,
     pretrained: bool | None = False,
@@ -93,6 +102,9 @@ def create_model(
             whether the network has a class token.
         token_norm: whether the tokens of a ViT have its final norm in the feature map, in all of ``stages``; None
             normalises those of the last block, not of earlier ones. Register tokens are always left out.
+        mid_level: channels of a branch beside the head, such as 512: the map of the stage before the last, a 1 × 1
+            convolution to this number of channels, maximum pooling and a classifier of its own, whose scores are added; see
+            :class:`eigengrain.models.mid_level.MidLevel`. None for no branch.
         img_size: side, or (height, width), for backbones that are built for one size (ViT, Swin).
         weights: local file, ``.safetensors``, ``.npz`` or a PyTorch file without code, see :func:`load_weights`.
         pretrained: download the weights of the backbone from its library.
@@ -129,12 +141,12 @@ def create_model(
             raise UnknownName("argument", option, own)
     stages = default_stages(head_name) if stages is None else stages
     own_options: dict[str, Any] = {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": img_size}
-    own_options |= {"join_class_token": beside, "token_norm": token_norm}
+    own_options |= {"join_class_token": beside, "token_norm": token_norm, "mid_level": mid_level is not None}
     given = {key: value for key, value in {"img_size": img_size, **backbone_options}.items() if value is not None}
     with limit_size(_memory() // 4):
         with _refusing(backbone, given):
             body = create_backbone(backbone, bool(pretrained), stages=stages, **own_options, **backbone_options)
-        model = CovarianceNet(body, head_name, classes, reduce, head_options, drop)
+        model = CovarianceNet(body, head_name, classes, reduce, head_options, drop, mid_level)
     model.config |= {"last_stride": last_stride, "stride_on": stride_on or "3x3", "img_size": body.img_size}
     if stages != default_stages(head_name):
         model.config["stages"] = stages
@@ -142,6 +154,8 @@ def create_model(
         model.config["class_token"] = class_token
     if token_norm is not None:
         model.config["token_norm"] = token_norm
+    if mid_level is not None:
+        model.config["mid_level"] = mid_level
     if weights is not None:
         load_weights(model, weights)
     return model
@@ -218,6 +232,7 @@ def create_backbone(
     stages: int = 1,
     join_class_token: bool = False,
     token_norm: bool | None = None,
+    mid_level: bool = False,
     patch_stride: int | None = None,
     **options: Any,
 ) -> Backbone:
@@ -228,6 +243,7 @@ def create_backbone(
     Args:
         name, pretrained, last_stride, stride_on, img_size, stages, token_norm: as in :func:`create_model`.
         join_class_token: join the class token with the feature map.
+        mid_level: join the map of the stage before the last.
         patch_stride: pixels between the patches of a ViT; None for their size.
         options: arguments of the network, see its library; None stands for the network's own default.
 
@@ -275,6 +291,7 @@ def create_backbone(
     cut_after_map(net, probed)
     probed = edit_strides(net, probed, image_shape, name, last_stride, stride_on)
     description["pool_size"] = probed.size
+    layout, mid_channels = add_mid_level(net, image_shape, layout, name) if mid_level else (layout, 0)
     return Backbone(
         name=own["architecture"] if name.startswith(SOURCES) else name,
         options=options,
@@ -285,6 +302,7 @@ def create_backbone(
         description=description,
         # distilled networks have several
         classifier=own["classifier"] if isinstance(own.get("classifier"), str) else "",
+        mid_level=mid_channels,
     )
 
 

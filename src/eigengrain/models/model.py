@@ -15,7 +15,8 @@ from torch.fx import Proxy
 from eigengrain.errors import ArgumentError, ShortRankWarning
 from eigengrain.heads import Head, LossTerms, Parts, TransformerHead, create_head
 from eigengrain.models.attention import TimmTransformer
-from eigengrain.models.backbone import Backbone, feature_parts
+from eigengrain.models.backbone import Backbone, feature_parts, unfold
+from eigengrain.models.mid_level import MidLevel
 from eigengrain.models.param_groups import prefix_matcher
 from eigengrain.text import counted
 
@@ -91,9 +92,11 @@ class CovarianceNet(nn.Module):
         head: from the feature map to a vector.
         classifier: from the vector to class scores; an identity for ``num_classes=0``.
         num_classes: number of classes.
-        num_features: channels of the feature map, with those of the class token if the model joins it.
-        class_token_channels: channels of the class token, the last ones of the feature map, see :meth:`split_features`; 0
-            if the model does not join it with the head's vector.
+        mid_level: the branch beside the head, a :class:`~eigengrain.models.mid_level.MidLevel`, or None.
+        num_features: channels of the feature map, with ``beside_channels``.
+        beside_channels: number of the last channels of the feature map, which go beside the head, see
+            :meth:`split_features`: those of the class token or of the mid-level branch, or 0.
+        class_token_channels: channels of the class token; 0 if the model does not join it with the head's vector.
         stage_channels: channels of the last stages whose maps are stacked to the feature map; one number for one stage.
         head_hidden_size: length of the vector, with the class token if the model joins it.
         pretrained_cfg: preprocessing (mean, std, input size, crop) and description, as in timm; also as ``default_cfg``.
@@ -102,7 +105,8 @@ class CovarianceNet(nn.Module):
         class_names: names of the classes in the order of the scores, or None.
         calibration: values of :class:`eigengrain.models.calibration.Calibration`, or None for a model without calibration.
         vector_scale: factor of the head's vector, a buffer of the state; 1 unless the vectors are calibrated, see
-            :func:`eigengrain.training.calibrate_vectors`. The class token, if the model joins it, has a ``token_scale``.
+            :func:`eigengrain.training.calibrate_vectors`. The class token, if the model joins it, has a ``token_scale``,
+            and the mid-level branch has its own ``vector_scale``.
         trained_size: (height, width) of the last images in training mode, None before the first; not if compiled.
         described_size: ``input_size`` in ``pretrained_cfg`` when the model was created or loaded.
         backbone_frozen: whether :meth:`freeze_backbone` was called; it is not saved with the model.
@@ -118,6 +122,7 @@ class CovarianceNet(nn.Module):
         reduce: Reduction = "auto",
         head_options: dict[str, Any] | None = None,
         drop_rate: float = 0.0,
+        mid_level: int | None = None,
     ):
         super().__init__()
         if not isinstance(drop_rate, int | float) or not 0 <= drop_rate < 1:
@@ -136,9 +141,12 @@ class CovarianceNet(nn.Module):
         if self.class_token_channels:
             self.token_scale: Tensor
             self.register_buffer("token_scale", torch.ones(()))
-            if isinstance(self.head, Unpooled):
-                raise ArgumentError("class_token", "must be None for a model without pooling", "beside", "name a head")
-        self.num_features = sum(backbone.channels) + self.class_token_channels
+        self.mid_level = None if mid_level is None else MidLevel(backbone.mid_level, mid_level)
+        for name, value in (("class_token", self.class_token_channels), ("mid_level", self.mid_level)):
+            if value and isinstance(self.head, Unpooled):
+                raise ArgumentError(name, "must be None for a model without pooling", remedy="name a head")
+        self.beside_channels = self.class_token_channels + backbone.mid_level * backbone.layout.mid_level**2
+        self.num_features = sum(backbone.channels) + self.beside_channels
         self.drop_rate = drop_rate
         self.pretrained_cfg: dict[str, Any] = {**backbone.description, "classifier": "classifier"}
         if first := backbone.description.get("first_conv"):
@@ -200,15 +208,21 @@ class CovarianceNet(nn.Module):
         if isinstance(self.head, TransformerHead):
             return self._run(partial(self.head.features, self._transformer), x)
         parts = self._run(partial(feature_parts, self.backbone, layout=self.layout, stages=len(self.stage_channels)), x)
+        if self.mid_level is not None and self.training:
+            parts[-1] = parts[-1].detach()  # not in eval mode, so that explanations are those of the scores
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def split_features(self, features: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Feature map → the map that the head pools, and the class token (B, C) that joins the head's vector, or None."""
-        if not self.class_token_channels:
+        """Feature map → the map that the head pools, and what goes beside the head.
+
+        That is the class token (B, C), the map of the mid-level branch (B, C, H, W), or None.
+        """
+        if not self.beside_channels:
             return features, None
-        pooled = features[:, : -self.class_token_channels]
-        joined = None if isinstance(self.head, Unpooled) else features[:, -self.class_token_channels :, 0, 0]
-        return pooled, joined
+        pooled, beside = features[:, : -self.beside_channels], features[:, -self.beside_channels :]
+        if isinstance(self.head, Unpooled):
+            return pooled, None
+        return pooled, beside[:, :, 0, 0] if self.mid_level is None else unfold(beside, self.layout.mid_level)
 
     def forward_intermediates(
         self,
@@ -251,7 +265,7 @@ class CovarianceNet(nn.Module):
             raise ArgumentError("output_fmt", f"does not suit this backbone ({error})", output_fmt, "use 'NCHW'") from error
         if only:
             return list(result)
-        own = isinstance(self.head, TransformerHead) or self.class_token_channels or self.layout.norm is not None
+        own = isinstance(self.head, TransformerHead) or self.beside_channels or self.layout.norm is not None
         if len(self.stage_channels) > 1 or own:
             return self.forward_features(x), result[1]
         return self.layout.to_map(result[0], self.backbone, (x.shape[-2], x.shape[-1])), result[1]
@@ -268,34 +282,52 @@ class CovarianceNet(nn.Module):
     def forward_head(self, x: Tensor, pre_logits: bool = False) -> Tensor:
         """Feature map → class scores (B, num_classes), or the vector (B, head_hidden_size) with ``pre_logits``."""
         self.warn_of_short_rank(x)
-        pooled, class_token = self.split_features(x)
-        return self.forward_vector(self.head(pooled), pre_logits, class_token)
+        pooled, beside = self.split_features(x)
+        return self.forward_vector(self.head(pooled), pre_logits, beside)
 
-    def forward_vector(self, vector: Tensor, pre_logits: bool = False, class_token: Tensor | None = None) -> Tensor:
+    def forward_vector(self, vector: Tensor, pre_logits: bool = False, beside: Tensor | None = None) -> Tensor:
         """The head's vector → class scores; with ``pre_logits`` the vector times ``vector_scale``, after dropout.
 
-        The class token of :meth:`split_features`, times ``token_scale``, is appended to the vector.
+        ``beside`` is that of :meth:`split_features`, for as many images or for one. A class token, times ``token_scale``,
+        is appended to the vector. The scores of the mid-level branch are added to those of the vector.
         """
         vector = vector * self.vector_scale
-        if class_token is not None:
-            vector = torch.cat([vector, class_token.to(vector.dtype) * self.token_scale], dim=1)
+        if beside is not None and self.class_token_channels:
+            token = beside.to(vector.dtype) * self.token_scale
+            vector = torch.cat([vector, token.expand(vector.shape[0], -1)], dim=1)
         if self.drop_rate:
             vector = nn.functional.dropout(vector, self.drop_rate, self.training)
-        return vector if pre_logits else self.classifier(self._for_classifier(vector))
+        if pre_logits:
+            return vector
+        scores = self.classifier(self._for_classifier(vector))
+        more = self._mid_level_scores(beside)
+        return scores if more is None else scores + more
+
+    def _mid_level_scores(self, beside: Tensor | None) -> Tensor | None:
+        """Scores of the mid-level branch; None for a model without it, or without classifier."""
+        if beside is None or self.mid_level is None or not self.num_classes:
+            return None
+        scores: Tensor = self.mid_level(beside)
+        return scores
 
     def _for_classifier(self, vector: Tensor) -> Tensor:
         """The vector in half precision if the model is; otherwise it stays in float32."""
         return vector.to(self.classifier.weight.dtype) if isinstance(self.classifier, nn.Linear) else vector
 
     def forward_training(self, x: Tensor, targets: Tensor) -> tuple[Tensor, LossTerms | None]:
-        """Feature map → class scores (B, num_classes), and what the head adds to the loss, see :meth:`Head.loss_terms`.
+        """Feature map → scores (B, num_classes) of the classifier, and what is added to the loss.
 
-        ``targets`` are labels (B,), or shares of the classes (B, num_classes).
+        That is what the head adds, see :meth:`Head.loss_terms`, and the scores of the mid-level branch: both classifiers
+        learn from a cross-entropy of their own. ``targets`` are labels (B,), or shares of the classes (B, num_classes).
         """
         self.warn_of_short_rank(x)
-        pooled, class_token = self.split_features(x)
-        vector = self._for_classifier(self.forward_vector(self.head(pooled), pre_logits=True, class_token=class_token))
-        return self.classifier(vector), self.head.loss_terms(vector, targets, self.classifier)
+        pooled, beside = self.split_features(x)
+        vector = self._for_classifier(self.forward_vector(self.head(pooled), pre_logits=True, beside=beside))
+        added = self.head.loss_terms(vector, targets, self.classifier)
+        if (more := self._mid_level_scores(beside)) is not None:
+            added = added or LossTerms()
+            added = added._replace(scores={**added.scores, "mid_level": more})
+        return self.classifier(vector), added
 
     def selected_parts(self, x: Tensor) -> Parts:
         """Boxes in images (B, 3, H, W) that the head selects, and the numbers of the patches, without gradient.
@@ -384,6 +416,9 @@ class CovarianceNet(nn.Module):
             self.vector_scale.fill_(1)
             self.config |= {"head": global_pool, "head_options": {}}
         self.classifier = classifier.to(like.device, like.dtype).train(self.training)
+        if self.mid_level is not None:
+            self.mid_level.reset_classifier(num_classes)
+            self.mid_level.classifier.to(like.device, like.dtype).train(self.training)
         if num_classes != self.num_classes:
             self.class_names = None
         self.calibration = None
@@ -426,8 +461,9 @@ class CovarianceNet(nn.Module):
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # old files have no factor, and with other weights of the backbone the vectors have another length
-        for name in ("vector_scale", "token_scale") if self.class_token_channels else ("vector_scale",):
-            state_dict.setdefault(f"{prefix}{name}", torch.ones(()))
+        for name, _ in self.named_buffers():
+            if name.endswith(("vector_scale", "token_scale")):
+                state_dict.setdefault(f"{prefix}{name}", torch.ones(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _run(self, method: Callable[..., Any], x: Tensor, **options: Any) -> Any:

@@ -9,7 +9,13 @@ from torch import nn
 
 from eigengrain.errors import ArgumentError
 
+#: modules of a model that are neither backbone, head nor classifier, and the part whose learning rate they have
+_BRANCHES = {"mid_level.reduce": "head", "mid_level.classifier": "classifier"}
+
 LayerOf = Callable[[str], float | tuple[float, ...]]
+
+#: the last layers of a model
+_ENDS = ("head", "classifier")
 
 # timm's mark for "the same layer as the one before"
 _SAME_AS_PREVIOUS = (99999,)
@@ -25,7 +31,7 @@ def prefix_matcher(matcher: dict[str, Any] | LayerOf | None) -> dict[str, Any] |
         layer_of = matcher
 
         def layer(parameter: str) -> tuple[float, ...]:
-            part, _, name = parameter.partition(".")
+            part, name = part_of(parameter), parameter.partition(".")[2]
             if part != "backbone":
                 return (math.inf, 1.0 if part == "classifier" else 0.0)
             own = layer_of(name)
@@ -36,7 +42,18 @@ def prefix_matcher(matcher: dict[str, Any] | LayerOf | None) -> dict[str, Any] |
         return layer
     groups: dict[str, Any] = {f"backbone_{name}": _prefix(spec) for name, spec in (matcher or {}).items()}
     rest = {"backbone_rest": [(r"^backbone\.", _SAME_AS_PREVIOUS)]} if groups else {"backbone": r"^backbone\."}
-    return {**groups, **rest, "head": r"^head\.", "classifier": r"^classifier\."}
+    ends = {end: "|".join((end, *(re.escape(name) for name, part in _BRANCHES.items() if part == end))) for end in _ENDS}
+    return {**groups, **rest, **{end: rf"^(?:{names})\." for end, names in ends.items()}}
+
+
+def part_of(parameter: str) -> str:
+    """The part of a model, ``backbone``, ``head`` or ``classifier``, that a parameter belongs to.
+
+    Example:
+        >>> part_of("backbone.conv1.weight"), part_of("mid_level.reduce.0.weight")
+        ('backbone', 'head')
+    """
+    return _BRANCHES.get(".".join(parameter.split(".")[:2]), parameter.partition(".")[0])
 
 
 def _prefix(spec: Any) -> Any:
@@ -81,7 +98,7 @@ def parameter_groups(
     exempt = set() if decay_norms_and_biases else set(model.no_weight_decay())  # type: ignore[operator]
     groups: dict[str, dict[str, Any]] = {}
     for name, parameter in model.named_parameters():
-        part = name.partition(".")[0]
+        part = part_of(name)
         if part not in scales:
             raise ArgumentError("model", f"must come from create_model: parameter {name!r} is not in {', '.join(scales)}")
         decays = decay_norms_and_biases or (parameter.ndim > 1 and name not in exempt)

@@ -55,6 +55,7 @@ class _Arguments:
     stages: int | None = setting(None, least=1)
     class_token: Literal["beside"] | bool | None = None
     token_norm: bool | None = None
+    mid_level: int | None = setting(None, least=1)
     img_size: tuple[int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
 
 
@@ -258,7 +259,7 @@ def rebuild(
         if arguments.reduce == "auto" and arguments.img_size is not None:
             # older versions chose more channels for few positions
             arguments = replace(arguments, reduce=shapes.get("head.reduce.0.weight", [None])[0])
-        for name in ("num_classes", "reduce"):  # each class and each channel has parameters of its own
+        for name in ("num_classes", "reduce", "mid_level"):  # each class and each channel has parameters of its own
             if isinstance(value := getattr(arguments, name), int) and value > total:
                 raise ArgumentError(name, f"must be at most {total:,}, the size of the weights", value)
         create = partial(create_model, **vars(arguments), **_with_tuples(more))

@@ -78,6 +78,8 @@ class Model:
         stages: number of last stages whose maps are pooled together; null for the head's own number, 2 for hcov and else 1.
         class_token: beside joins the class token of a ViT with the head's vector; null leaves it out.
         token_norm: whether the tokens of a ViT have its final norm in all stages; null normalises those of the last one.
+        mid_level: channels of a branch on the map of the stage before the last, such as 512, with a classifier of its own
+            whose scores are added; null for none.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
         weights: file with weights of the backbone or of the whole model.
         pretrained: load the pretrained weights of timm or torchvision.
@@ -95,6 +97,7 @@ class Model:
     stages: int | None = setting(None, least=1)
     class_token: Literal["beside"] | None = None
     token_norm: bool | None = None
+    mid_level: int | None = setting(None, least=1)
     img_size: int | None = None
     weights: str | None = None
     pretrained: bool = False
@@ -118,6 +121,8 @@ class Optimiser:
         decay_norms_and_biases: apply the weight decay to vectors and scalars too.
         head_lr_scale: learning rate of the head as a multiple of lr.
         classifier_lr_scale: learning rate of the classifier as a multiple of lr.
+        sam: radius of sharpness-aware minimisation, such as 0.05: each step uses the gradient at weights that are moved
+            this far along the gradient, so it takes twice as long; null for plain steps.
         options: more keyword arguments of the optimiser, such as '{betas: [0.9, 0.95]}'.
     """
 
@@ -128,6 +133,7 @@ class Optimiser:
     decay_norms_and_biases: bool = True
     head_lr_scale: float = setting(1.0, above=0)
     classifier_lr_scale: float = setting(1.0, above=0)
+    sam: float | None = setting(None, above=0)
     options: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -186,7 +192,10 @@ class Train:
             0.2; 0 for none.
         cutmix: replace a rectangle of each image by that of another one, with a size from a beta distribution with this
             parameter, such as 1; 0 for none. With mixup too, each batch uses one of them.
-        mix_probability: fraction of the batches that mixup and cutmix change.
+        snapmix: replace a box of each image by a box of another one, resized, and weight the labels by how much these boxes
+            contribute to the scores of their classes; the sizes are from a beta distribution with this parameter, such as
+            5; 0 for none. Not with mixup or cutmix. It takes one more forward pass per batch.
+        mix_probability: fraction of the batches that mixup, cutmix or snapmix changes.
         freeze: 'backbone' trains head and classifier alone: the backbone gets no gradient, and its batch statistics stay.
         cache_features: with a frozen backbone, compute the features of each image once, if its training images are the same
             in every epoch or flipped; false computes them for every batch.
@@ -226,6 +235,7 @@ class Train:
     label_smoothing: float = setting(0.0, least=0, below=1)
     mixup: float = setting(0.0, least=0)
     cutmix: float = setting(0.0, least=0)
+    snapmix: float = setting(0.0, least=0)
     mix_probability: float = setting(1.0, above=0)
     freeze: str | None = setting(None, choices=FREEZES)
     cache_features: bool = True
@@ -260,8 +270,21 @@ class Train:
             raise ArgumentError("save_every", problem, self.save_every)
         if self.mix_probability > 1:
             raise ArgumentError("mix_probability", "must be at most 1", self.mix_probability)
-        if self.mix_probability < 1 and not (self.mixup or self.cutmix):
-            raise ArgumentError("mix_probability", "has no effect without {mixup} or {cutmix}", self.mix_probability)
+        if self.snapmix and (self.mixup or self.cutmix):
+            problem = "cannot be combined with {mixup} or {cutmix}, which mix the same batches"
+            raise ArgumentError("snapmix", problem, self.snapmix, "use one of them")
+        if self.mix_probability < 1 and not (self.mixup or self.cutmix or self.snapmix):
+            problem = "has no effect without {mixup}, {cutmix} or {snapmix}"
+            raise ArgumentError("mix_probability", problem, self.mix_probability)
+        if self.optimiser.sam is not None:
+            for name, used in {
+                "amp": self.amp == "fp16",
+                "accumulate": self.accumulate > 1,
+                "cuda_graphs": self.cuda_graphs,
+            }.items():
+                if used:
+                    problem = "cannot be combined with {optimiser.sam}, which needs two gradients of each batch"
+                    raise ArgumentError(name, problem, getattr(self, name), "leave one of them out")
         if self.cuda_graphs and self.accumulate > 1:
             problem = "cannot be combined with {accumulate}: a CUDA graph overwrites the previous gradients"
             raise ArgumentError("cuda_graphs", problem)

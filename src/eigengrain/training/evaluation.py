@@ -38,17 +38,17 @@ class Score:
     count: list[int]
 
 
-def _pooled(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> list[Tensor]:
-    """Vectors of a feature map, one per subset, from one decomposition."""
+def _scores(model: CovarianceNet, features: Tensor, subsets: Sequence[str]) -> list[Tensor]:
+    """Scores of a feature map, one tensor per subset, from one decomposition."""
     if list(subsets) == ["own"]:
-        return [model.forward_head(features, pre_logits=True)]
+        return [model.forward_head(features)]
     model.warn_of_short_rank(features)
     head = model.head
     assert isinstance(head, SpectralHead)
     chosen = [head.subset if subset == "own" else subset for subset in subsets]
-    pooled, class_token = model.split_features(features)
+    pooled, beside = model.split_features(features)
     vectors, _ = head.pool_subsets(head.reduce(pooled), chosen)
-    return [model.forward_vector(vector, pre_logits=True, class_token=class_token) for vector in vectors]
+    return [model.forward_vector(vector, beside=beside) for vector in vectors]
 
 
 @torch.inference_mode()
@@ -112,9 +112,9 @@ def evaluate(
                 images = images.contiguous(memory_format=torch.channels_last)
             maps = [net.features(view) for view in ((images, images.flip(-1)) if flip else (images,))]
             count += torch.bincount(labels, minlength=classes)
-            vectors = [_pooled(model, features, subsets) for features in maps]
+            outputs = [_scores(model, features, subsets) for features in maps]
             for row in range(len(subsets)):
-                views = [model.classifier(view[row]).to(exact).double().log_softmax(-1) for view in vectors]
+                views = [view[row].to(exact).double().log_softmax(-1) for view in outputs]
                 scores = torch.stack(views).logsumexp(0) - math.log(len(views))
                 best = scores.topk(min(5, classes), dim=-1).indices
                 correct[row] += torch.bincount(labels[best[:, 0] == labels], minlength=classes)

@@ -194,8 +194,8 @@ def reason_against(config: Train, head: Head) -> str | None:
     """Why the features of training images are different in every epoch; None if they can be kept."""
     if isinstance(head, TransformerHead):
         return f"{type(head).__name__} makes its own features of the blocks of the backbone"
-    if config.mixup or config.cutmix:
-        return "mixup and cutmix make other images in every epoch"
+    if config.mixup or config.cutmix or config.snapmix:
+        return "mixup, cutmix and snapmix make other images in every epoch"
     transform = build_transform(config.data.transforms, train=True, mean=(0, 0, 0), std=(1, 1, 1))
     if not isinstance(transform, Pipeline) or transform.random_crop:
         return f"the transforms {config.data.transforms.kind!r} make other crops of the training images in every epoch"

@@ -192,21 +192,18 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
                     seed_everything(derive(config.seed, epoch, process.rank))
 
                 # forward and backward; gradients are averaged over a group of batches, and the last group may be smaller
-                images, targets = run.loss.mix(*run.to_device(data), epoch, batch)
                 begin = batch - batch % config.accumulate
                 group = min(config.accumulate, total - begin)
                 ends_group, ends_epoch = batch + 1 == begin + group, batch + 1 == total
                 try:
+                    images, targets = run.loss.mix(*run.to_device(data), epoch, batch)
                     # one spectrum per epoch (some heads need a decomposition for it), one gradient exchange per group
-                    recording = head.recording() if head is not None and ends_epoch else nullcontext()
                     waits = isinstance(run.net, DistributedDataParallel) and not ends_group
-                    with recording, run.net.no_sync() if waits else nullcontext():  # type: ignore[operator]
-                        scores, added = run.net(images, targets)
-                        loss = run.loss(scores, targets, added)
-                        run.scaler.scale(loss / group).backward()
+                    with run.net.no_sync() if waits else nullcontext():  # type: ignore[operator]
+                        scores, loss = run.backward(images, targets, group, record_spectrum=ends_epoch)
                 except NonFiniteError as error:
                     raise diverged("the features are not finite", batch + 1) from error
-                losses.append(loss.detach())
+                losses.append(loss)
                 right.append(hits(scores, targets))
                 seen += len(images) * process.world_size
                 if on_step is not None:

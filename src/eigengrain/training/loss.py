@@ -1,9 +1,10 @@
-"""The loss of a training: cross-entropy with label smoothing, class weights, and mixup and cutmix of timm."""
+"""The loss of a training: cross-entropy with label smoothing, class weights, mixup and cutmix of timm, and SnapMix."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from eigengrain import _torchvision  # noqa: F401  isort: skip
 
+import numpy as np
 import torch
 from timm.data.mixup import Mixup, mixup_target
 from torch import Tensor
@@ -11,6 +12,10 @@ from torch.nn.functional import cross_entropy
 
 from eigengrain.data.sampler import seeded
 from eigengrain.heads import LossTerms
+from eigengrain.training.snapmix import draw_box, snapmix
+
+#: images and labels -> how much each pixel contributes to the score of its label (B, H, W)
+Maps = Callable[[Tensor, Tensor], Tensor]
 
 
 class Loss:
@@ -21,8 +26,10 @@ class Loss:
         label_smoothing: fraction of the target that is spread over all classes.
         balance: weight the images so that all classes have the same total weight and the mean weight is 1.
         mixup, cutmix: parameters of the beta distributions of timm; 0 for none. With both, each batch uses one of them.
+        snapmix: parameter of the beta distribution of :mod:`eigengrain.training.snapmix`; 0 for none.
         mix_probability: fraction of the batches that are mixed.
         seed: seed of the mixing.
+        maps: for snapmix: function from images and labels to maps (B, H, W), at least 0.
 
     Example:
         >>> loss, scores = Loss([3, 1], balance=True), torch.zeros(4, 2)
@@ -41,8 +48,10 @@ class Loss:
         balance: bool = False,
         mixup: float = 0.0,
         cutmix: float = 0.0,
+        snapmix: float = 0.0,
         mix_probability: float = 1.0,
         seed: int = 0,
+        maps: Maps | None = None,
     ):
         self.classes, self.label_smoothing, self.seed = len(counts), label_smoothing, seed
         number = torch.tensor(counts, dtype=torch.float32)
@@ -50,14 +59,17 @@ class Loss:
         self.weights = weights.where(number > 0, 0) if balance else None
         options = {"prob": mix_probability, "label_smoothing": label_smoothing, "num_classes": len(counts)}
         self._mixup = Mixup(mixup, cutmix, **options) if mixup or cutmix else None
+        self.snapmix, self.mix_probability, self._maps = snapmix, mix_probability, maps
 
     def mix(self, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
         """Mix each image of a batch with another one, in place, as the key determines.
 
         Returns:
-            the images, and the labels (B,); with mixing, the smoothed shares of the classes, (B, classes). The last of an
-            odd number of images is not mixed.
+            the images, and the labels (B,); with mixing, the smoothed shares of the classes, (B, classes). With mixup and
+            cutmix, the last of an odd number of images is not mixed.
         """
+        if self.snapmix:
+            return self._snapmix(images, labels, *key)
         if self._mixup is None:
             return images, labels
         even = len(images) // 2 * 2
@@ -65,8 +77,23 @@ class Loss:
             mixed, shares = self._mixup(images[:even], labels[:even])
         if even == len(images):
             return mixed, shares
-        own = mixup_target(labels[even:], self.classes, smoothing=self.label_smoothing)
-        return torch.cat((mixed, images[even:])), torch.cat((shares, own))
+        return torch.cat((mixed, images[even:])), torch.cat((shares, self._smoothed(labels[even:])))
+
+    def _snapmix(self, images: Tensor, labels: Tensor, *key: int) -> tuple[Tensor, Tensor]:
+        assert self._maps is not None
+        height, width = images.shape[2:]
+        with seeded(self.seed, *key, 11):
+            if np.random.rand() >= self.mix_probability:
+                return images, labels
+            box, source = draw_box(height, width, self.snapmix), draw_box(height, width, self.snapmix)
+        images, own, partner = snapmix(images, self._maps(images, labels), box, source)
+        shares = self._smoothed(labels)
+        return images, own[:, None] * shares + partner[:, None] * shares.flip(0)
+
+    def _smoothed(self, labels: Tensor) -> Tensor:
+        """The shares of the classes (B, classes) in images that are not mixed."""
+        shares: Tensor = mixup_target(labels, self.classes, smoothing=self.label_smoothing)
+        return shares
 
     def __call__(self, scores: Tensor, targets: Tensor, added: LossTerms | None = None) -> Tensor:
         """The loss of scores (B, classes) and targets of :meth:`mix`, and of what the head adds."""

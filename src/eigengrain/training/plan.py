@@ -106,16 +106,14 @@ def _time_training(run: Run) -> Speed:
     run.net.train()
     for number, data in enumerate(batches):
         images, targets = run.loss.mix(*run.to_device(data), 0, number)
-        scores, added = run.net(images, targets)
-        loss = run.loss(scores, targets, added)
-        run.scaler.scale(loss / accumulate).backward()
+        _, loss = run.backward(images, targets, accumulate)
         if (number + 1) % accumulate == 0:
             run.scaler.step(run.optimiser)
             run.scaler.update()
             run.optimiser.zero_grad(set_to_none=True)
             if run.ema is not None:
                 run.ema.update(run.model, step=number)
-        losses.append(float(loss.detach()))  # waits for the device
+        losses.append(float(loss))  # waits for the device
         now, timed = time.perf_counter(), len(losses) - warm
         if not warm:
             enough = len(losses) >= WARMUP or now - start > SECONDS

@@ -29,7 +29,7 @@ def build_optimiser(model: nn.Module, config: Optimiser) -> torch.optim.Optimize
     """
     if config.opt not in list_optimizers():
         raise UnknownName("optimiser.opt", config.opt, list_optimizers())
-    others = ("opt", "momentum", "options")
+    others = ("opt", "momentum", "sam", "options")
     groups = parameter_groups(model, **{name: value for name, value in asdict(config).items() if name not in others})
     name = "momentum" if config.opt == "sgd" else config.opt
     try:

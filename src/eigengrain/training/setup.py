@@ -6,7 +6,7 @@ import io
 import json
 import math
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -28,8 +28,10 @@ from eigengrain.data.device_cache import Decoded, DeviceCache
 from eigengrain.data.transforms import Pipeline
 from eigengrain.errors import ArgumentError, FileError, MissingPackageError, NonFiniteError, UnreadableImages
 from eigengrain.files import writable
+from eigengrain.heads import SpectralHead, TransformerHead
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.backbone import on_meta
+from eigengrain.models.contributions import contributions
 from eigengrain.models.mixed_precision import FromFeatures, MixedPrecision
 from eigengrain.models.model import eval_mode, full_rank_reduce
 from eigengrain.models.pretrained import current_config, description_of
@@ -38,8 +40,9 @@ from eigengrain.training.checkpoint import LAST, remove_temporary_files, write_a
 from eigengrain.training.config import Data, Train, to_mapping
 from eigengrain.training.distributed import Process
 from eigengrain.training.features import EvaluationFeatures, FeatureBatches, TrainingFeatures, choose_store, reason_against
-from eigengrain.training.loss import Loss
+from eigengrain.training.loss import Loss, Maps
 from eigengrain.training.run_folder import ARGUMENTS, SPLIT, UNREADABLE
+from eigengrain.training.sam import sharpen
 from eigengrain.training.schedule import build_optimiser, build_schedule
 
 #: root mean square length of calibrated vectors, and number of images from which it is measured
@@ -108,6 +111,24 @@ class Run:
         images, labels = (tensor.to(self.process.device, non_blocking=True) for tensor in batch)
         return images.contiguous(memory_format=torch.channels_last) if self.config.channels_last else images, labels
 
+    def backward(
+        self, images: Tensor, targets: Tensor, group: int = 1, record_spectrum: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """Add the gradients of a batch, one of a ``group`` whose gradients are averaged; returns scores and loss."""
+        head = self.model.head
+
+        def once() -> tuple[Tensor, Tensor]:
+            scores, added = self.net(images, targets)
+            loss = self.loss(scores, targets, added)
+            self.scaler.scale(loss / group).backward()
+            return scores, loss.detach()
+
+        with head.recording() if record_spectrum and isinstance(head, SpectralHead) else nullcontext():
+            scores, loss = once()
+        if self.config.optimiser.sam is not None:
+            sharpen(self.model, self.config.optimiser.sam, once)
+        return scores, loss
+
     def calibrate(self) -> None:
         """Calibrate the vectors from the first batches, if the config says so; before the first step of a run."""
         if self.config.model.calibrate:
@@ -168,10 +189,13 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
         raise ArgumentError("data.val_fraction", "is set, but the given data sets have no validation images")
     model = create_model(**_model_options(config, sources.train))
     model.class_names = list(sources.train.classes)
-    for name in ("mixup", "cutmix"):
+    for name in ("mixup", "cutmix", "snapmix"):
         if getattr(config, name) and not model.head.mixes_labels:
             problem = f"mixes labels, for which the loss of head {config.model.head!r} is not defined"
             raise ArgumentError(name, problem, getattr(config, name), "leave it out")
+    if config.snapmix and isinstance(model.head, TransformerHead):
+        problem = f"needs a head that pools a feature map, not {config.model.head!r}"
+        raise ArgumentError("snapmix", problem, config.snapmix, "leave it out")
     if config.sync_bn and process.distributed:
         if process.device.type != "cuda":
             raise ArgumentError("sync_bn", "needs CUDA devices", remedy="leave it out on the CPU")
@@ -222,11 +246,24 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     if process.distributed:
         net = DistributedDataParallel(net, device_ids=[process.device] if process.device.type == "cuda" else None)
     scaler = torch.amp.GradScaler(process.device.type, enabled=config.amp == "fp16")
-    names = ("label_smoothing", "mixup", "cutmix", "mix_probability", "seed")
+    names = ("label_smoothing", "mixup", "cutmix", "snapmix", "mix_probability", "seed")
+    options = {name: getattr(config, name) for name in names}
     balance = config.data.balance == "weights"
-    loss = Loss(sources.train.class_counts(), balance=balance, **{name: getattr(config, name) for name in names})
+    loss = Loss(sources.train.class_counts(), balance=balance, maps=_maps(precise, process), **options)
     parts = (config, process, sources, loaders, images, model, net, optimiser, schedule, loss, scaler, ema)
     return Run(*parts, unreadable=None if config.data.skip_unreadable else unreadable)
+
+
+def _maps(net: MixedPrecision, process: Process) -> Maps:
+    """Maps of training images for SnapMix, by the running batch statistics."""
+
+    @torch.no_grad()
+    def maps(images: Tensor, labels: Tensor) -> Tensor:
+        process.share_buffers(net.model)  # as DistributedDataParallel does before each batch
+        with eval_mode(net.model):
+            return contributions(net.model, net.features(images), labels, images.shape[-2:])
+
+    return maps
 
 
 def _model_options(config: Train, images: ImageSet) -> dict[str, Any]:
@@ -257,7 +294,8 @@ def calibrate_vectors(
 ) -> float:
     """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
 
-    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2.
+    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2. A mid-level
+    branch has its own factor too, for vectors of the length LENGTH.
 
     A classifier learns from a vector that is c times as long as if its learning rate were c² times as high. With vectors of
     one length, one learning rate suits all heads. The weights of a linear classifier are divided by a factor above 1, so
@@ -289,17 +327,19 @@ def calibrate_vectors(
     net = (FromFeatures if from_features else MixedPrecision)(model, amp)
     buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
     modes = [(module, module.training) for module in model.modules()]
-    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors and the class tokens
+    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors, and of the class tokens or the mid-level vectors
     model.train()
     try:
         for images, _ in batches:
             features = net.features(images.to(process.device, non_blocking=True))
-            pooled, class_token = model.split_features(features)
+            pooled, beside = model.split_features(features)
+            if beside is not None and model.mid_level is not None:
+                beside = model.mid_level.vector(beside)
             try:
                 squares[0] += _sum_of_squares(model.head(pooled))
             except NonFiniteError:  # the first step will report it
                 squares[0] = math.nan
-            squares[1] += 0.0 if class_token is None else _sum_of_squares(class_token)
+            squares[1] += 0.0 if beside is None else _sum_of_squares(beside)
             images_seen += len(images)
             if images_seen * process.world_size >= IMAGES:
                 break
@@ -310,18 +350,20 @@ def calibrate_vectors(
             module.training = training
     shares = process.gather((images_seen, squares))
     count = max(1, sum(seen for seen, _ in shares))
-    split = model.head.out_features
-    scales = [(model.vector_scale, slice(split))]
+    split, length = model.head.out_features, LENGTH
+    scales = [(model.vector_scale, model.classifier, slice(split))]
     if model.class_token_channels:
-        scales.append((model.token_scale, slice(split, None)))
-    length = LENGTH / math.sqrt(len(scales))
-    for part, (scale, columns) in enumerate(scales):
+        scales.append((model.token_scale, model.classifier, slice(split, None)))
+        length /= math.sqrt(2)
+    elif model.mid_level is not None:
+        scales.append((model.mid_level.vector_scale, model.mid_level.classifier, slice(None)))
+    for part, (scale, classifier, columns) in enumerate(scales):
         mean_square = sum(sums[part] for _, sums in shares) / count
         if 0 < mean_square < math.inf:
             scale.fill_(length / math.sqrt(mean_square))
             # larger scores of a random classifier would send larger random gradients into the backbone
-            if isinstance(model.classifier, nn.Linear) and scale > 1:
-                model.classifier.weight[:, columns].div_(scale)
+            if isinstance(classifier, nn.Linear) and scale > 1:
+                classifier.weight[:, columns].div_(scale)
     return float(model.vector_scale)
 
 
