@@ -20,15 +20,15 @@ def sparse_inverse(
     iterations: int = 5,
     eta: float = 5.0,
     penalty: float = 0.01,
-    epsilon: float = 1e-3,
+    ridge: float = 0.01,
     products: bool = False,
 ) -> Tensor:
     r"""Sparse inverse of covariances by n proximal steps, divided by the square root of its trace.
 
-    .. math:: C = \frac{P}{\mathrm{tr} P} + \frac\varepsilon d I, \qquad \Lambda_0 = C^{-1}, \qquad
+    .. math:: C = \frac{P}{\mathrm{tr} P}, \qquad \Lambda_0 = (C + \rho I)^{-1}, \qquad
        G = C - \Lambda_i^{-1}, \qquad \eta_i = \eta\,\Big(1 - \frac{i}{n-1}\Big)
 
-    .. math:: \Lambda_{i+1} = \mathrm{relu}\big(\Lambda_i^+ - \eta_i (G + \lambda)\big)
+    .. math:: \Lambda_{i+1} = \mathrm{relu}\big(\Lambda_i^+ - \eta_i (\lambda + G)\big)
        - \mathrm{relu}\big(\Lambda_i^- - \eta_i (\lambda - G)\big), \qquad
        Q = \frac{\Lambda_n}{\sqrt{\mathrm{tr} \Lambda_n}}
 
@@ -37,50 +37,51 @@ def sparse_inverse(
     matrix towards the graphical lasso. The last step has :math:`\eta_{n-1} = 0` and changes nothing; a single step (n = 1)
     has η. With n = 0, Q is the precision matrix over the root of its trace.
 
-    **Singular covariances.** ε, relative to the mean eigenvalue of C, bounds the condition number of C by d/ε + 1. For
-    n = 0 the gradient is bounded by it: :math:`\|dQ\|_F \le \frac{3d}{2\varepsilon}\,\|dX_c\|_F / \|X_c\|_F` for centred
-    features :math:`X_c`.
+    **Singular covariances.** The published start is :math:`C^{-1}`, which needs a covariance of full rank. The ridge ρ
+    bounds the condition number of the start by 1/ρ + 1. Its default is that of λ: the graphical lasso, which exists for a
+    singular C too, has :math:`(\Lambda^{-1})_{ii} = C_{ii} + \lambda`. For n = 0 the gradient is bounded:
+    :math:`\|dQ\|_F \le \frac{3}{2\rho}\,\|dX_c\|_F / \|X_c\|_F` for centred features :math:`X_c`.
 
-    **Steps.** A step can make Λ indefinite, where :math:`\Lambda^{-1}` has no limit. The minimum has no eigenvalue below
-    :math:`\delta = 1/(1 + \varepsilon/d + \lambda d)`, because :math:`\Lambda^{-1} = C + \lambda\Gamma` there with
-    :math:`|\Gamma_{ij}| \le 1`. So eigenvalues of Λ below δ count as δ in :math:`\Lambda^{-1}`, and the trace as at least
-    dδ. For other matrices, such as those of features of a network, this is the definition without change. A step multiplies
-    a change of Λ by at most :math:`1 + 2\eta_i/\delta^2`, and the gradient is that of the steps, without a bound that is
-    useful for large η.
+    **Long steps.** If one eigenvalue dominates C, steps can make Λ indefinite, and :math:`\Lambda^{-1}` has no bound. The
+    graphical lasso has no eigenvalue below :math:`1/(1 + \lambda d)`, because there
+    :math:`\Lambda^{-1} = C + \lambda\Gamma` with :math:`|\Gamma_{ij}| \le 1`. So eigenvalues of Λ below
+    :math:`\delta = 1/(1 + \rho + \lambda d)` count as δ in :math:`\Lambda^{-1}`, and the trace as at least dδ; otherwise
+    nothing changes. A step then multiplies a change of Λ by at most :math:`1 + 2\eta_i/\delta^2`, which bounds the gradient,
+    though not by a small number.
 
     Args:
         P: positive semi-definite (B, d, d); computed in float64.
         iterations: n.
         eta: η.
         penalty: λ.
-        epsilon: ε.
+        ridge: ρ, relative to the trace of P.
         products: invert by matrix products instead of eigenvalues, for export.
 
     Returns:
-        Q (B, d, d); a zero matrix counts as C = εI/d, with zero gradient.
+        Q (B, d, d); a zero matrix counts as C = 0, with zero gradient.
 
     Raises:
         SecondOrderError: in a second backward pass.
 
     Example:
         >>> P = torch.diag(torch.tensor([3.0, 1.0])).unsqueeze(0)
-        >>> sparse_inverse(P, iterations=0, epsilon=1e-9).diagonal(dim1=1, dim2=2)
+        >>> sparse_inverse(P, iterations=0, ridge=1e-9).diagonal(dim1=1, dim2=2)
         tensor([[0.5774, 1.7321]])
     """
     check_square(P)
-    d, ridge = P.shape[-1], epsilon / P.shape[-1]
+    d = P.shape[-1]
     p = symmetric(to_compute(P))
-    c = plus_identity(p / nonzero(trace(p)), ridge)
-    floor = 1 / (1 + ridge + penalty * d)
-    precision = _invert_by_products(c, ridge, 1 + epsilon) if products else _invert(c, ridge)
-    most = _largest_trace(d, iterations, eta, penalty, ridge)
+    c = p / nonzero(trace(p))
+    floor, most = 1 / (1 + ridge + penalty * d), _largest_trace(d, iterations, eta, penalty, ridge)
+    start = plus_identity(c, ridge)
+    precision = _invert_by_products(start, ridge, 1 + ridge * d) if products else _invert(start, ridge)
     for i in range(iterations):
         step = eta * (1 - i / (iterations - 1)) if iterations > 1 else eta
         if step == 0:
             break
         inverted = _invert_by_products(floored(precision, floor), floor, most) if products else _invert(precision, floor)
         gradient = c - inverted
-        positive = torch.relu(torch.relu(precision) - step * (gradient + penalty))
+        positive = torch.relu(torch.relu(precision) - step * (penalty + gradient))
         negative = torch.relu(torch.relu(-precision) - step * (penalty - gradient))
         precision = symmetric(positive - negative)
     out = precision / trace(precision).clamp_min(d * floor).sqrt()
@@ -100,8 +101,8 @@ def _invert_by_products(matrix: Tensor, smallest: float, most: float) -> Tensor:
 
 def _largest_trace(d: int, iterations: int, eta: float, penalty: float, ridge: float) -> float:
     """Upper bound of the trace of every matrix after the first that :func:`sparse_inverse` inverts by products."""
-    # Frobenius norms: of the first inverse at most √d/ridge, of G at most 1 + ridge + √d/floor; a trace is at most √d times
-    change = 2 * eta * (1 + ridge + math.sqrt(d) * (1 + ridge + penalty * d) + penalty * d)
+    # Frobenius norms: of the first inverse at most √d/ridge, of G at most 1 + √d/floor; a trace is at most √d times that
+    change = 2 * eta * (1 + math.sqrt(d) * (1 + ridge + penalty * d) + penalty * d)
     return math.sqrt(d) * (math.sqrt(d) * (1 / ridge + 1) + iterations * change)
 
 
@@ -109,7 +110,7 @@ class InverseCovariance(Head):
     r"""Inverse covariance pooling (iSICE), the precision matrix after n sparse proximal steps; d(d+1)/2 numbers.
 
     .. math:: v = \mathrm{triu}\Big(\frac{\Lambda_n}{\sqrt{\mathrm{tr}\Lambda_n}}\Big), \qquad
-       \Lambda_0 = \Big(\frac{P}{\mathrm{tr} P} + \frac\varepsilon d I\Big)^{-1}
+       \Lambda_0 = \Big(\frac{P}{\mathrm{tr} P} + \rho I\Big)^{-1}
 
     An entry of the precision matrix is a correlation of two channels given all others. The vector does not depend on the
     scale of the features. See :func:`sparse_inverse` for the steps, the gradient and its bounds.
@@ -121,7 +122,7 @@ class InverseCovariance(Head):
         iterations: n; 0 for the precision matrix.
         eta: η, length of the first step.
         penalty: λ, weight of the ℓ1 penalty.
-        epsilon: ε that makes the covariance regular, relative to its mean eigenvalue.
+        ridge: ρ that makes the covariance regular, relative to its trace.
 
     Example:
         >>> InverseCovariance(64, reduce=16)(torch.rand(2, 64, 7, 7)).shape
@@ -140,14 +141,14 @@ class InverseCovariance(Head):
         iterations: int = 5,
         eta: float = 5.0,
         penalty: float = 0.01,
-        epsilon: float = 1e-3,
+        ridge: float = 0.01,
     ):
         super().__init__(in_channels, reduce)
         check_integer(iterations, "iterations", least=0)
-        for name, value in (("eta", eta), ("penalty", penalty), ("epsilon", epsilon)):
+        for name, value in (("eta", eta), ("penalty", penalty), ("ridge", ridge)):
             check_number(value, name, 0)
-        check_positive(epsilon, "epsilon")
-        self.iterations, self.eta, self.penalty, self.epsilon = iterations, eta, penalty, epsilon
+        check_positive(ridge, "ridge")
+        self.iterations, self.eta, self.penalty, self.ridge = iterations, eta, penalty, ridge
         self.products = False
         self.out_features = self.channels * (self.channels + 1) // 2
 
@@ -164,13 +165,13 @@ class InverseCovariance(Head):
     def matrix(self, x: Tensor) -> Tensor:
         """The representation as a matrix (B, d, d) in float64, from the reduced map (B, d, H, W)."""
         p = covariance(x, dtype=torch.float64)
-        return sparse_inverse(p, self.iterations, self.eta, self.penalty, self.epsilon, self.products)
+        return sparse_inverse(p, self.iterations, self.eta, self.penalty, self.ridge, self.products)
 
     def pool(self, x: Tensor) -> Tensor:
         return triu_vector(self.matrix(x)).to(output_dtype(x))
 
     def extra_repr(self) -> str:
-        return f"iterations={self.iterations}, eta={self.eta}, penalty={self.penalty}, epsilon={self.epsilon}"
+        return f"iterations={self.iterations}, eta={self.eta}, penalty={self.penalty}, ridge={self.ridge}"
 
 
 register_head("isice")(InverseCovariance)

@@ -79,7 +79,7 @@ class Model:
         class_token: beside joins the class token of a ViT with the head's vector; null leaves it out.
         token_norm: whether the tokens of a ViT have its final norm in all stages; null normalises those of the last one.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
-        weights: file with weights of the backbone or of the whole model.
+        weights: file with weights of the backbone or of the whole model, or the folder of a finished run.
         pretrained: load the pretrained weights of timm or torchvision.
         drop_rate: dropout before the classifier.
         calibrate: before the first step, scale the head's vectors to one length, so that one learning rate suits all heads.

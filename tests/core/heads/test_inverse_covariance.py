@@ -18,12 +18,12 @@ def maps(*shape, seed=0):
     return torch.randn(shape, dtype=F64, generator=generator(seed))
 
 
-def naive(p, iterations, eta=5.0, penalty=0.01, epsilon=1e-3, floor=True):
+def naive(p, iterations, eta=5.0, penalty=0.01, ridge=0.01, floor=True):
     """The definition for one matrix, with the parts of every entry apart; ``floor=False`` has no safeguard."""
     d = len(p)
-    c = (p / np.trace(p) if np.trace(p) else p) + epsilon / d * np.eye(d)
-    lowest = 1 / (1 + epsilon / d + penalty * d) if floor else -np.inf
-    inverse = np.linalg.inv(c)
+    c = p / np.trace(p) if np.trace(p) else p
+    lowest = 1 / (1 + ridge + penalty * d) if floor else -np.inf
+    inverse = np.linalg.inv(c + ridge * np.eye(d))
     for i in range(iterations):
         rate = eta * (1 - i / (iterations - 1)) if iterations > 1 else eta
         values, vectors = np.linalg.eigh(inverse)
@@ -51,10 +51,10 @@ CASES = {
 OPTIONS = [
     {"iterations": 0},
     {"iterations": 1, **STRONG},
-    {"iterations": 2, "eta": 1.0, "penalty": 0.0, "epsilon": 0.3},
+    {"iterations": 2, "eta": 1.0, "penalty": 0.0, "ridge": 0.05},
     {"iterations": 5},
     {"iterations": 5, **STRONG},
-    {"iterations": 4, **STRONG, "epsilon": 0.5},
+    {"iterations": 4, **STRONG, "ridge": 0.1},
 ]
 
 
@@ -101,16 +101,16 @@ def test_the_floor_where_a_step_makes_the_matrix_indefinite():
 def test_the_minimum_of_the_penalised_likelihood_is_a_fixed_point_above_the_floor():
     """Many small steps end at the graphical lasso, whose conditions of optimality are checked."""
     p = covariance(features(5, 40, log_spectrum(5, 20.0)))
-    penalty, epsilon, d = 0.05, 1e-3, 5
-    c = p[0] / p[0].trace() + epsilon / d * torch.eye(d, dtype=F64)
-    out = sparse_inverse(p, iterations=4000, eta=0.5, penalty=penalty, epsilon=epsilon)[0]
+    penalty, d = 0.05, 5
+    c = p[0] / p[0].trace()
+    out = sparse_inverse(p, iterations=4000, eta=0.5, penalty=penalty)[0]
     precision = out * out.trace()  # Q = Λ/√tr Λ has the trace √tr Λ
     g = c - torch.linalg.inv(precision)
     assert (g.abs() <= penalty + 1e-4).all()
     assert 0 < (precision == 0).sum() < d * d
     signed = torch.where(precision == 0, 0.0, g + penalty * precision.sign())
     assert signed.abs().max() < 1e-4
-    assert torch.linalg.eigvalsh(precision)[0] > 1 / (1 + epsilon / d + penalty * d)
+    assert torch.linalg.eigvalsh(precision)[0] > 1 / (1 + penalty * d)
 
 
 def test_the_last_step_changes_nothing_and_one_step_has_the_full_length():
@@ -124,9 +124,8 @@ def test_the_last_step_changes_nothing_and_one_step_has_the_full_length():
 @pytest.mark.parametrize("case", CASES)
 def test_gradcheck(case, options):
     x = CASES[case]()[:1].unsqueeze(-1)
-    # a scale of the input at which steps of the difference are small beside the ridge
     direction = maps(1, D * (D + 1) // 2, seed=9)
-    head = InverseCovariance(D, **{"epsilon": 0.1, **options})
+    head = InverseCovariance(D, **options)
 
     def function(z):
         return (head(z) * direction).sum()
@@ -147,15 +146,14 @@ def test_gradient_where_the_floor_is_active():
 
 
 @pytest.mark.parametrize("positions", [3, 8, 40])
-@pytest.mark.parametrize("epsilon", [1e-3, 0.1])
-def test_bound_of_the_gradient_of_the_precision_matrix(positions, epsilon):
-    """‖dQ‖ ≤ 3d/(2ε) ‖dX_c‖/‖X_c‖, for spectra about the ridge where it is nearly reached."""
-    d = 8
-    bound, largest = 3 * d / (2 * epsilon), 0.0
+@pytest.mark.parametrize("ridge", [1e-4, 0.01, 0.1])
+def test_bound_of_the_gradient_of_the_precision_matrix(positions, ridge):
+    """‖dQ‖ ≤ 3/(2ρ) ‖dX_c‖/‖X_c‖, for spectra about the ridge where it is nearly reached."""
+    d, bound, largest = 8, 3 / (2 * ridge), 0.0
     for seed, kappa in enumerate(np.logspace(0, 12, 13)):
         x = features(d, positions, log_spectrum(min(d, positions - 1), kappa), seed)[0].requires_grad_()
         centred = x - x.mean(1, keepdim=True)
-        jacobian = torch.autograd.functional.jacobian(lambda z: sparse_inverse(covariance(z[None]), 0, epsilon=epsilon), x)
+        jacobian = torch.autograd.functional.jacobian(lambda z: sparse_inverse(covariance(z[None]), 0, ridge=ridge), x)
         norm = torch.linalg.matrix_norm(jacobian.reshape(d * d, -1), 2) * centred.norm()
         largest = max(largest, float(norm.detach()) / bound)
     assert 0.05 < largest <= 1
@@ -186,10 +184,10 @@ def test_finite_for_singular_maps(name, dtype):
 
 def test_a_constant_map_has_a_multiple_of_the_identity_and_no_gradient():
     x = torch.full((1, D, 3, 3), 7.0, dtype=F64, requires_grad=True)
-    head = InverseCovariance(D, iterations=0, epsilon=0.5)
+    head = InverseCovariance(D, iterations=0, ridge=0.5)
     (head.matrix(x) * maps(D, D)).sum().backward()
-    # Λ = d/ε I, with the trace d²/ε
-    torch.testing.assert_close(head.matrix(x)[0], (1 / 0.5) ** 0.5 * torch.eye(D, dtype=F64))
+    # Λ = I/ρ, with the trace d/ρ
+    torch.testing.assert_close(head.matrix(x)[0], (1 / 0.5 / D) ** 0.5 * torch.eye(D, dtype=F64))
     assert not x.grad.any()
 
 
@@ -208,7 +206,7 @@ def test_partial_correlations():
     x = maps(1, 4, 200)
     x[:, 1] += 0.8 * x[:, 0]
     x[:, 2] += 0.5 * x[:, 1]
-    q = sparse_inverse(covariance(x), 0, epsilon=1e-12)[0]
+    q = sparse_inverse(covariance(x), 0, ridge=1e-12)[0]
     centred = (x - x.mean(-1, keepdim=True))[0].numpy()
     others = [2, 3]
     residuals = []
@@ -221,7 +219,7 @@ def test_partial_correlations():
 
 def test_precision_matrix_and_covariance_are_inverse():
     x = maps(3, D, 30)
-    q = create_head("precision", D, epsilon=1e-12).matrix(x)
+    q = create_head("precision", D, ridge=1e-12).matrix(x)
     product = q @ covariance(x)
     scale = product.diagonal(dim1=1, dim2=2).mean(-1)[:, None, None]
     torch.testing.assert_close(product / scale, torch.eye(D, dtype=F64).expand(3, D, D), rtol=0, atol=1e-9)
@@ -244,8 +242,8 @@ def test_summaries_and_declarations():
         ({"eta": -1.0}, "eta"),
         ({"eta": float("nan")}, "eta"),
         ({"penalty": -0.1}, "penalty"),
-        ({"epsilon": 0.0}, "epsilon"),
-        ({"epsilon": float("inf")}, "epsilon"),
+        ({"ridge": 0.0}, "ridge"),
+        ({"ridge": float("inf")}, "ridge"),
         ({"lam": 0.1}, "option of head 'isice'"),
     ],
 )
