@@ -46,8 +46,8 @@ def sparse_inverse(
     graphical lasso has no eigenvalue below :math:`1/(1 + \lambda d)`, because there
     :math:`\Lambda^{-1} = C + \lambda\Gamma` with :math:`|\Gamma_{ij}| \le 1`. So eigenvalues of Λ below
     :math:`\delta = 1/(1 + \rho + \lambda d)` count as δ in :math:`\Lambda^{-1}`, and the trace as at least dδ; otherwise
-    nothing changes. A step then multiplies a change of Λ by at most :math:`1 + 2\eta_i/\delta^2`, which bounds the gradient,
-    though not by a small number.
+    nothing changes. A step then multiplies a change of Λ by at most :math:`1 + 2\eta_i/\delta^2`, which bounds the
+    gradient, though not by a small number.
 
     Args:
         P: positive semi-definite (B, d, d); computed in float64.
