@@ -133,6 +133,16 @@ def test_gradcheck(case, options):
     assert torch.autograd.gradcheck(function, x.requires_grad_(), atol=1e-6, rtol=1e-5)
 
 
+def test_a_trace_that_is_not_positive():
+    """Λ without a positive trace has no root of it: that of the smallest matrix above the floor takes its place."""
+    p = matrix(torch.tensor([1.0, 0.1, 0.1], dtype=F64), seed=3, batch=2)
+    options = {"iterations": 3, "eta": 100.0, "penalty": 0.01}
+    expected = torch.tensor(np.stack([naive(item, **options) for item in p.numpy()]))
+    assert (expected.diagonal(dim1=1, dim2=2).sum(1) < 0).all()
+    for products in (False, True):
+        assert relative(sparse_inverse(p, products=products, **options), expected) < 1e-9
+
+
 def test_gradient_where_the_floor_is_active():
     direction = maps(2, 5, 5, seed=2)
 
