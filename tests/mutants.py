@@ -49,6 +49,8 @@ functional/gradient_rules.py
 functional/matrix_products.py
     torch.where(size > 0, size, 1.0) → torch.where(size > 1e-12, size, 1.0)
     torch.linalg.matrix_norm(p / largest, keepdim=True) * largest → torch.linalg.matrix_norm(p, keepdim=True)
+    beta=c1, alpha=c2), beta=c0) → beta=c1, alpha=c2), beta=1)
+    (QUINTIC[1],) * 6 → (QUINTIC[1],) * 0
 functional/newton_schulz.py
     torch.promote_types(dtype, output_dtype(P)) → dtype
     - (da * a).sum((-2, -1)) → + (da * a).sum((-2, -1))
@@ -56,6 +58,8 @@ functional/newton_schulz.py
     return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
 functional/scalar_functions.py
     self.definite = self.p <= 0 → self.definite = self.p < 0
+    (a > self.floor).to(run.dtype) → torch.ones_like(run)
+    b.clamp_min(self.floor) → b
 functional/scaling_eigen_branch.py
     slope = (1 - 2 * values) → slope = (1 - values)
     torch.where(total <= 0, 0.0, root) → root
@@ -87,10 +91,27 @@ heads/compact.py
     self.order > 2 and → self.order > 3 and
 heads/covariance.py
     subsets, self.seb, *settings, dtype=self.dtype) → subsets, not self.seb, *settings, dtype=self.dtype)
+    lower = factor.tril(-1) → lower = factor.tril(-2)
+    torch.where(failed[:, None, None] == 0, factor, torch.nan) → factor
 heads/cross_covariance.py
     for _ in range(iterations) → for _ in range(iterations - 1)
     eps / scales[0] / scales[1] → eps
     scales[0] ** power * scales[1] ** power → scales[0] * scales[1]
+heads/drop_covariance.py
+    torch.rand_like(gate) >= probability → torch.rand_like(gate[:1]) >= probability
+    kept / nonzero(1 - probability) → kept
+    1 - 10 / math.log2( → 1 - 10 / math.log(
+    x * y[..., None, None] + x → x * y[..., None, None]
+    unit(matrix.sum(-1)) → unit(matrix.diagonal(dim1=-2, dim2=-1))
+    cosine.mean() → cosine.max()
+    if self.training else p → if True else p
+heads/inverse_covariance.py
+    (1 - i / (iterations - 1)) → (1 - i / iterations)
+    torch.relu(-precision) - step * (penalty - gradient) → torch.relu(-precision) - step * (penalty + gradient)
+    .clamp_min(d * floor).sqrt() → .sqrt()
+    floor, most = 1 / (1 + ridge + penalty * d) → floor, most = 1 / (1 + ridge)
+    gradient = c - inverted → gradient = start - inverted
+    _invert_by_products(floored(precision, floor), floor, most) → _invert_by_products(precision, floor, most)
 heads/kernel.py
     seed=seed + i) → seed=seed)
 heads/layers.py

@@ -274,3 +274,26 @@ def test_each_process_keeps_a_share(world_size, tmp_path):
                 whole = sum(share._gather(indices, epoch) for share in shares)
             torch.testing.assert_close(whole, maps, atol=1e-6, rtol=0)
             assert labels.tolist() == [alone.dataset.labels[index] for index in indices]
+
+
+@pytest.mark.parametrize("calibrate", [False, True])
+def test_a_second_run_starts_from_everything_of_the_first(tmp_path, calibrate):
+    """B-CNN in two stages: head and classifier on a frozen backbone, then all of it."""
+    model, optimiser = replace(CNN, calibrate=calibrate), Optimiser(lr=1e-3)
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(frozen(first, model=model, optimiser=optimiser), colours())
+    trained = open_run(first).model
+
+    config = small(second, model=replace(model, weights=str(first)), optimiser=optimiser)
+    start = build(config, colours(), Process(torch.device("cpu")))
+    start.calibrate()
+    state = start.model.state_dict()
+    assert (float(state["vector_scale"]) != 1) is calibrate
+    assert state.keys() == trained.state_dict().keys()
+    for name, tensor in trained.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+    train(config, colours())
+    both = [dict(net.named_parameters()) for net in (trained, open_run(second).model)]
+    for part in ("backbone.", "head.", "classifier."):
+        assert any(not torch.equal(value, both[1][name]) for name, value in both[0].items() if name.startswith(part))

@@ -16,7 +16,7 @@ from eigengrain.errors import ArgumentError, CheckpointError, Interrupted, Unfin
 from eigengrain.models import from_pretrained
 from eigengrain.training import loop, open_run, setup, train
 from eigengrain.training.checkpoint import read_checkpoint
-from eigengrain.training.config import Schedule, from_mapping
+from eigengrain.training.config import Model, Optimiser, Schedule, from_mapping
 from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
 from training.small_run import colours, small
 
@@ -107,6 +107,22 @@ def raising(*numbers):
             signal.raise_signal(number)
 
     return step
+
+
+def test_channels_dropped_by_the_head_continue_too(tmp_path, monkeypatch):
+    probability = torch.tensor(0.4)
+    monkeypatch.setattr("eigengrain.heads.drop_covariance.drop_probability", lambda *_: probability)
+    changes = {"model": Model("test_resnet", head="dropcov", reduce=8, last_stride=1), "optimiser": Optimiser(lr=1e-3)}
+    losses = []
+    train(small(tmp_path / "whole", **changes), colours(), lambda e, b, loss: losses.append(float(loss)))
+    with pytest.raises(Interrupted):
+        train(small(tmp_path / "part", **changes), colours(), stop_at(0, 2))
+    train(small(tmp_path / "part", resume=True, **changes), colours(), lambda e, b, loss: losses.append(float(loss)))
+    assert_same_run(tmp_path / "whole", tmp_path / "part")
+    assert losses[3:10] == losses[10:]
+    probability.zero_()
+    train(small(tmp_path / "none", **changes), colours(), lambda e, b, loss: losses.append(float(loss)))
+    assert losses[17] != losses[0]
 
 
 @pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])

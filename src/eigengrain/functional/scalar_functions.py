@@ -115,6 +115,27 @@ class ExpInverse(ScalarFunction):
         return torch.exp(-low) * torch.where(delta > 0, torch.expm1(-safe) / safe, -1.0)
 
 
+class FlooredInverse(ScalarFunction):
+    r""":math:`1/\max(x, \delta)`, with :math:`K = -\frac{A - B}{a - b}\,\frac1{AB}` for :math:`A = \max(a, \delta)`.
+
+    K is at most :math:`1/\delta^2`, and 0 where both arguments are at most δ.
+    """
+
+    name = "floored_inverse"
+
+    def __init__(self, floor: float):
+        check_number(floor, "floor", math.ulp(0.0))
+        self.floor = floor
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return 1 / x.clamp_min(self.floor)
+
+    def divided_difference(self, a: Tensor, b: Tensor) -> Tensor:
+        run, rise = a - b, a.clamp_min(self.floor) - b.clamp_min(self.floor)
+        slope = torch.where(run == 0, (a > self.floor).to(run.dtype), rise / torch.where(run == 0, 1.0, run))
+        return -slope * self(a) * self(b)
+
+
 class Generic(ScalarFunction):
     """Any smooth f: the difference quotient, or the mean of f′ between the arguments where the quotient cancels.
 

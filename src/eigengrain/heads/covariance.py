@@ -85,8 +85,8 @@ class CovarianceHead(SpectralHead):
     Args:
         in_channels, reduce: as in :class:`Head`; the paper reduces ResNets to 256 channels and VGG not at all.
         normalise: f. ``sqrt`` is exact (MPN-COV), ``newton-schulz`` iterates (iSQRT-COV), ``mpa`` and ``mtp`` are the Padé
-            and Taylor square roots, ``log`` is the logarithm of :math:`P + \varepsilon I` (DeepO2P), ``power`` is
-            :math:`P^p`, ``none`` is P.
+            and Taylor square roots, ``log`` is the logarithm of :math:`P + \varepsilon I` (DeepO2P), ``log-cholesky`` its
+            Cholesky factor with the logarithm of the diagonal (see below), ``power`` is :math:`P^p`, ``none`` is P.
         seb: scale by the Scaling Eigen Branch. It has no parameters unless the factor is learned.
         path: ``both`` for (1 + s) f(P), the paper's; ``scaled`` for s f(P) (Table 6).
         factor: ``qs`` (the paper's), ``q``, ``s``, ``constant``, ``mlp-eigenvalues`` or ``mlp-matrix`` (Table 7). The
@@ -104,8 +104,24 @@ class CovarianceHead(SpectralHead):
         steps: number of Newton–Schulz steps.
         degree: degree of the Taylor (10) or Padé (5) approximant.
         power: p of ``power``.
-        epsilon: ε of ``log``, relative to the mean eigenvalue tr(P)/d.
+        epsilon: ε of ``log`` and ``log-cholesky``, relative to the mean eigenvalue tr(P)/d.
         isometric: multiply off-diagonal entries by √2; the paper does not.
+
+    **Riemannian metrics.** ``log`` and ``log-cholesky`` are the logarithms at I of the log-Euclidean and the log-Cholesky
+    metric. Those of the power-Euclidean one are :math:`2P^{1/2}` and :math:`2(P^{1/2} - I)`, and need no option: a constant
+    factor of the vector is a learning rate of the classifier, and a constant that is subtracted is a part of its bias.
+
+    ``log-cholesky`` is, with :math:`L L^T = P + \varepsilon I`, the symmetric matrix with :math:`L_{ij}` at i > j and
+    :math:`\log L_{ii}` on the diagonal. It depends on the order of the channels, has no eigenvalues to select, and does not
+    export. Its gradient is bounded: with ε ≤ 0.1 and κ the condition number of :math:`P + \varepsilon I`, at most
+    d/ε + 1, a change :math:`dX_c` of the centred features over :math:`\sqrt N` changes L by at most
+    :math:`2\sqrt\kappa\,\|dX_c\|_F`, and the logarithms by at most
+    :math:`2\sqrt{d/(\varepsilon\,\mathrm{tr} P)}\,\|dX_c\|_F`.
+
+    References:
+        Chen et al., Understanding Matrix Function Normalizations in Covariance Pooling through the Lens of Riemannian
+        Geometry, ICLR 2025. Lin, Riemannian Geometry of Symmetric Positive Definite Matrices via Cholesky Decomposition,
+        SIAM J. Matrix Anal. Appl. 2019.
     """
 
     def __init__(
@@ -172,6 +188,9 @@ class CovarianceHead(SpectralHead):
             raise ArgumentError("subset", problem, self.own_subset, "set head.subset = 'all'")
         if self.normalise == "power":
             raise ArgumentError("normalise", problem, self.normalise, "use normalise='sqrt'")
+        if self.normalise == "log-cholesky":
+            factorisation = "needs a Cholesky factorisation, which matrix products do not compute"
+            raise ArgumentError("normalise", factorisation, self.normalise, "use normalise='log'")
         if self.seb and self.factor in ("s", "mlp-eigenvalues"):
             raise ArgumentError("factor", problem, self.factor, "use 'qs', 'q', 'constant' or 'mlp-matrix'")
         # the condition number of P + εI is at most d/ε + 1
@@ -256,14 +275,27 @@ class CovarianceHead(SpectralHead):
         return f"normalise={self.normalise}{branch}{cut}"
 
 
-def _log(head: CovarianceHead, p: Tensor) -> Tensor:
-    """log(P + εI), ε relative to the mean eigenvalue, and at least 1e-12 so that a constant map has a logarithm."""
+def _definite(head: CovarianceHead, p: Tensor) -> Tensor:
+    """P + εI, ε relative to the mean eigenvalue, and at least 1e-12 so that a constant map has a logarithm."""
     mean = p.diagonal(dim1=-2, dim2=-1).mean(-1)
     ridge = (head.epsilon * mean).clamp_min(1e-12)
-    shifted = p + torch.diag_embed(ridge.unsqueeze(-1).expand(p.shape[:-1]))
+    return p + torch.diag_embed(ridge.unsqueeze(-1).expand(p.shape[:-1]))
+
+
+def _log(head: CovarianceHead, p: Tensor) -> Tensor:
+    """log(P + εI)."""
+    shifted = _definite(head, p)
     if head.solver == "products":
         return log_products(shifted)
     return matrix_log(shifted, subset=head.subset, cut=head.cut)  # type: ignore[arg-type]
+
+
+def _log_cholesky(head: CovarianceHead, p: Tensor) -> Tensor:
+    """The Cholesky factor of P + εI with the logarithm of its diagonal, mirrored into the upper triangle."""
+    factor, failed = torch.linalg.cholesky_ex(_definite(head, p))  # cholesky would wait for the device
+    factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)  # of features with NaN
+    lower = factor.tril(-1)
+    return lower + lower.mT + torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1).log())
 
 
 #: f by name, a function of the head and the covariance in float64
@@ -273,6 +305,7 @@ NORMALISATIONS: dict[str, Callable[[CovarianceHead, Tensor], Tensor]] = {
     "mpa": lambda head, p: mpa_sqrt(p, 5 if head.degree is None else head.degree),
     "mtp": lambda head, p: mtp_sqrt(p, 10 if head.degree is None else head.degree),
     "log": _log,
+    "log-cholesky": _log_cholesky,
     "power": lambda head, p: matrix_power(p, head.power, subset=head.subset, cut=head.cut),  # type: ignore[arg-type]
     "none": lambda head, p: p,
 }
@@ -284,12 +317,20 @@ SUMMARIES = {
     "mpa": "square root of the covariance by a Padé approximant",
     "mtp": "square root of the covariance by a Taylor polynomial",
     "log": "DeepO2P: logarithm of the covariance",
+    "log-cholesky": "log-Cholesky: Cholesky factor of the covariance with the logarithm of its diagonal",
     "power": "power of the covariance",
     "none": "covariance",
 }
 
 #: name → f; each also with ``+seb``
-SYSTEMS = {"mpncov": "sqrt", "isqrt": "newton-schulz", "mpa": "mpa", "mtp": "mtp", "logcov": "log"}
+SYSTEMS = {
+    "mpncov": "sqrt",
+    "isqrt": "newton-schulz",
+    "mpa": "mpa",
+    "mtp": "mtp",
+    "logcov": "log",
+    "logchol": "log-cholesky",
+}
 
 
 for _name, _normalise in SYSTEMS.items():

@@ -107,7 +107,8 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
 
     Args:
         model: from :func:`create_model`; loaded in place.
-        path: a ``.safetensors``, ``.npz`` or PyTorch file, or a folder with ``model.safetensors``; no code in it is run.
+        path: a ``.safetensors``, ``.npz`` or PyTorch file, a folder with ``model.safetensors``, or that of a finished
+            run; no code in it is run.
         strict: raise an error unless file and model have the same tensors.
 
     Raises:
@@ -216,7 +217,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
     """
     file = Path(path)
     if file.is_dir():
-        file = file / "model.safetensors"
+        run = (file / "model").is_dir()
+        file = (file / "model" if run else file) / "model.safetensors"
     check_file(file)
     if file.suffix.lower() in TORCH_SUFFIXES:
         named = _unwrap(read_torch(file), file)

@@ -81,7 +81,7 @@ class Model:
         mid_level: channels of a branch on the map of the stage before the last, such as 512, with a classifier of its own
             whose scores are added; null for none.
         img_size: image size of backbones that are built for one size (ViT, Swin); others use the size of the transforms.
-        weights: file with weights of the backbone or of the whole model.
+        weights: file with weights of the backbone or of the whole model, or the folder of a finished run.
         pretrained: load the pretrained weights of timm or torchvision.
         drop_rate: dropout before the classifier.
         calibrate: before the first step, scale the head's vectors to one length, so that one learning rate suits all heads.

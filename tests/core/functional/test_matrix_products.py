@@ -1,5 +1,7 @@
 """Matrix products against 60-digit arithmetic, SciPy and the eigenbasis."""
 
+import math
+
 import mpmath
 import pytest
 import scipy.linalg
@@ -187,3 +189,30 @@ def test_newton_schulz_from_features_is_the_composition(case, steps):
     assert torch.allclose(q2, q, atol=1e-14)
     attached = _IsqrtRoot.apply(p, q2, *saved)
     assert torch.allclose(torch.autograd.grad(attached, y, g)[0], expected, atol=1e-13)
+
+
+@pytest.mark.parametrize("distance", [1e-9, 1e-6, 1e-3])
+def test_eigenvalues_below_a_floor_are_raised_to_it(distance):
+    """Also those that are close to the floor beside the largest."""
+    floor, largest = 0.3, 40.0
+    values = torch.tensor([largest, 1.0, floor + distance * largest, floor - distance * largest, 0.0, -30.0], dtype=F64)
+    p = matrix(values, batch=3)
+    lam, u = torch.linalg.eigh(p)
+    expected = (u * lam.clamp_min(floor).unsqueeze(-2)) @ u.mT
+    assert relative(matrix_products.floored(p, floor), expected) < 1e-12
+    assert relative(matrix_products.floored(-p, -floor), -(u * lam.clamp_max(floor).unsqueeze(-2)) @ u.mT) < 1e-12
+
+
+def test_matrices_above_and_at_the_floor():
+    above = matrix(log_spectrum(6, 1e8), batch=2)
+    assert relative(matrix_products.floored(above, 1e-5), above) < 1e-12
+    identity = 2 * torch.eye(4, dtype=F64).expand(2, 4, 4)
+    torch.testing.assert_close(matrix_products.floored(identity, 2.0), identity, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("smallest", [0.5, 1e-3, 1e-8])
+def test_inverse_by_newton_steps(smallest):
+    values = torch.logspace(0, math.log10(smallest), 6, dtype=F64)
+    p = matrix(values, batch=2)
+    lam, u = torch.linalg.eigh(p)
+    assert relative(matrix_products.inverse(p, smallest), (u / lam.unsqueeze(-2)) @ u.mT) < 1e-15 / smallest + 1e-13

@@ -5,7 +5,15 @@ import pytest
 import torch
 from spectral_cases import F64
 
-from eigengrain.functional.scalar_functions import ExpInverse, Generic, Logarithm, Power, SquareRoot, geometric_ratio
+from eigengrain.functional.scalar_functions import (
+    ExpInverse,
+    FlooredInverse,
+    Generic,
+    Logarithm,
+    Power,
+    SquareRoot,
+    geometric_ratio,
+)
 
 # close and distant pairs over twelve decades, and ratios at which the difference loses all digits of the smaller one
 BASES = [1e-9, 3e-6, 1e-3, 0.7, 2.0, 40.0]
@@ -30,6 +38,7 @@ def worst(ours, exact):
 BUILT_IN = {
     "sqrt": (SquareRoot(), mpmath.sqrt, lambda x: 1 / (2 * mpmath.sqrt(x))),
     "log": (Logarithm(), mpmath.log, lambda x: 1 / x),
+    "inverse": (FlooredInverse(1e-10), lambda x: 1 / x, lambda x: -1 / x**2),
     "exp": (ExpInverse(), lambda x: mpmath.exp(-x), lambda x: -mpmath.exp(-x)),
     **{
         f"power {p}": (Power(p), lambda x, p=p: x ** mpmath.mpf(p), lambda x, p=p: p * x ** (mpmath.mpf(p) - 1))
@@ -44,6 +53,18 @@ def test_built_in_to_1e_13(name):
     exact = reference(f, derivative)
     assert worst(function.divided_difference(A, B), exact) <= 1e-13
     assert worst(function.divided_difference(B, A), exact) <= 1e-13
+
+
+@pytest.mark.parametrize("floor", [1e-4, 0.7, 1e3])
+def test_floored_inverse(floor):
+    """Above the floor, below it, and across it; at the floor the slope is that from below."""
+    function, lowest = FlooredInverse(floor), mpmath.mpf(floor)
+    exact = reference(lambda x: 1 / max(x, lowest), lambda x: -1 / x**2 if x > lowest else mpmath.mpf(0))
+    for ours in (function.divided_difference(A, B), function.divided_difference(B, A)):
+        for got, wanted, high in zip(ours.tolist(), exact, A.tolist(), strict=True):
+            assert abs(got - wanted) <= 1e-13 * abs(wanted), high
+    at = torch.tensor([floor / 2, floor, 2 * floor], dtype=F64)
+    assert torch.equal(function(at), torch.tensor([1 / floor, 1 / floor, 1 / (2 * floor)], dtype=F64))
 
 
 GENERIC = {

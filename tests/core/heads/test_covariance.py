@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import scipy.linalg
 import torch
-from spectral_cases import F64, generator, refused
+from spectral_cases import F64, features, generator, log_spectrum, orthonormal, refused, relative
 
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.functional import GradientRule
@@ -21,6 +21,8 @@ def naive_root(name, p):
         return np.real(scipy.linalg.sqrtm(p))
     if name == "logcov":
         return scipy.linalg.logm(p + 1e-3 * np.trace(p) / len(p) * eye)
+    if name == "logchol":
+        return naive_log_cholesky(p + 1e-3 * np.trace(p) / len(p) * eye)
     if name == "isqrt":
         y, z = p / np.trace(p), eye
         for _ in range(5):
@@ -39,6 +41,18 @@ def naive_root(name, p):
         angles = np.arange(1, 6) * np.pi / 11
         root = 1 - sum(2 / 11 * np.sin(t) ** 2 * z / (1 - np.cos(t) ** 2 * z) for t in angles)
     return (u * root) @ u.T * np.sqrt(norm)
+
+
+def naive_log_cholesky(a):
+    """The columns of the factor, one after another, with a logarithm on the diagonal, mirrored into the upper triangle."""
+    d, a = len(a), a.copy()
+    out = np.zeros((d, d))
+    for j in range(d):
+        column = a[:, j] / np.sqrt(a[j, j])
+        a -= np.outer(column, column)
+        out[j, j] = np.log(column[j])
+        out[j + 1 :, j] = out[j, j + 1 :] = column[j + 1 :]
+    return out
 
 
 def naive(name, x, seb, path="both", factor="qs"):
@@ -180,6 +194,8 @@ def test_constant_maps_are_finite_for_every_system():
         (lambda: create_head("mpncov+seb", 4, factor="mlp"), "scaling factor"),
         (lambda: create_head("mpncov", 4, subset="top:5"), "subset"),
         (lambda: create_head("isqrt", 4, subset="top:2"), "subset"),
+        (lambda: create_head("logchol", 4, subset="top:2"), "subset"),
+        (lambda: create_head("logchol", 4, epsilon=-1e-3), "epsilon"),
         (lambda: create_head("mpncov", 4, subset="top:2", solver="products"), "subset"),
         (lambda: create_head("mpncov", 4, subset="top:2", gradient="newton"), "subset"),
         (lambda: create_head("mpa", 4, degree=0), "degree"),
@@ -291,3 +307,74 @@ def test_rules_from_the_spectrum_select_eigenvalues_and_others_do_not():
         assert CovarianceHead(D, gradient=rule).selectable is selectable
     kept = CovarianceHead(D, gradient="taylor", subset="top:2")(X)
     torch.testing.assert_close(kept, CovarianceHead(D, subset="top:2")(X), rtol=1e-12, atol=1e-12)
+
+
+# --- log-Cholesky ------------------------------------------------------------------------------------------------
+
+LOG_CHOLESKY = {
+    "generic": lambda: features(D, 24, log_spectrum(D, 30.0), batch=2),
+    "repeated": lambda: features(D, 24, torch.tensor([2.0, 2, 1, 1, 1], dtype=F64), batch=2),
+    "deficient": lambda: features(D, 3, log_spectrum(2, 4.0), batch=2),
+    "dead": lambda: features(D, 24, log_spectrum(D, 30.0), batch=2) * torch.tensor([1.0, 0, 1, 0, 1])[:, None],
+    "ill-conditioned": lambda: features(D, 24, log_spectrum(D, 1e10), batch=2),
+}
+
+
+@pytest.mark.parametrize("case", LOG_CHOLESKY)
+@pytest.mark.parametrize("epsilon", [1e-3, 0.2])
+def test_log_cholesky(case, epsilon):
+    x = LOG_CHOLESKY[case]()
+    head = create_head("logchol", D, epsilon=epsilon)
+    expected = []
+    for item in x.numpy():
+        p = np.cov(item, bias=True)
+        expected.append(naive_log_cholesky(p + epsilon * np.trace(p) / D * np.eye(D)))
+    assert relative(head.matrix(x), torch.tensor(np.stack(expected))) < 1e-12
+    assert not head.selectable
+    assert torch.autograd.gradcheck(head, x[:1].unsqueeze(-1).requires_grad_(), atol=1e-6, rtol=1e-5)
+
+
+def test_log_cholesky_of_a_known_factor():
+    """P = L Lᵀ comes back as L: entries below the diagonal, and logarithms on it."""
+    factor = torch.tensor([[2.0, 0, 0], [1, 3, 0], [-1, 0.5, 0.1]], dtype=F64)
+    x = (factor @ orthonormal(10, 3, generator(0), centred=True).mT) * 10**0.5
+    out = create_head("logchol", 3, epsilon=0.0).matrix(x)[0]
+    expected = torch.tensor([[np.log(2), 1, -1], [1, np.log(3), 0.5], [-1, 0.5, np.log(0.1)]], dtype=F64)
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_scale_moves_the_logarithms_and_scales_the_rest():
+    head = create_head("logchol", D)
+    for factor in (1e-4, 1e6):
+        expected = factor * head.matrix(X)
+        expected.diagonal(dim1=1, dim2=2).copy_(head.matrix(X).diagonal(dim1=1, dim2=2) + np.log(factor))
+        torch.testing.assert_close(head.matrix(factor * X), expected, rtol=1e-9, atol=1e-9 * factor)
+
+
+@pytest.mark.parametrize("positions", [3, 5, 40])
+def test_bounds_of_the_gradient_of_log_cholesky(positions):
+    """‖dL‖ ≤ 2√κ ‖dX_c‖ below the diagonal, and ‖d log diag L‖ ≤ 2√(d/(ε tr P)) ‖dX_c‖ on it."""
+    below = torch.tril_indices(D, D, -1)
+    largest = [0.0, 0.0]
+    for seed, spread in enumerate(np.logspace(0, 12, 13)):
+        x = features(D, positions, log_spectrum(min(D, positions - 1), spread), seed)[0]
+        jacobian = torch.autograd.functional.jacobian(create_head("logchol", D).matrix, x[None])[0].squeeze(2)
+        p = torch.cov(x, correction=0)
+        ridge = 1e-3 * p.trace() / D
+        values = torch.linalg.eigvalsh(p).clamp_min(0) + ridge
+        norms = [
+            torch.linalg.matrix_norm(part.flatten(1), 2) * positions**0.5
+            for part in (jacobian[*below], jacobian[range(D), range(D)])
+        ]
+        bounds = [2 * (values[-1] / values[0]).sqrt(), 2 / ridge.sqrt()]
+        largest = [max(old, float(n / b)) for old, n, b in zip(largest, norms, bounds, strict=True)]
+    assert 0.05 < largest[0] <= 1
+    assert 0.05 < largest[1] <= 1
+
+
+def test_log_cholesky_of_diverged_features_is_nan():
+    x = X.clone()
+    x[1, 2, 0, 0] = float("nan")
+    out = create_head("logchol", D)(x)
+    assert out[0].isfinite().all()
+    assert not out[1].isfinite().any()
