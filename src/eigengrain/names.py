@@ -7,7 +7,7 @@ Other modules import their tuple from here, so that each list exists once. A tes
 HEADS = (
     *("aftrans", "bcnn", "bcnn-improved", "cbp", "gap", "gmp", "gp", "hcov", "hcov+seb", "isqrt", "isqrt+seb", "kp"),
     *("logcov", "logcov+seb", "lrbp", "monet", "mpa", "mpa+seb", "mpncov", "mpncov+seb", "mtp", "mtp+seb", "run"),
-    *("svpn", "transfg"),
+    *("svpn", "token", "transfg"),
 )
 #: backbones of the paper, of its comparisons and of the demo; ``list_backbones`` has all of timm and torchvision
 BACKBONES = (
