@@ -18,6 +18,7 @@ from eigengrain.heads import list_heads
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.create import check_backbone
 from eigengrain.models.model import eval_mode
+from eigengrain.training.loss import Loss
 
 #: Table 8: head -> seconds and MiB for a mini-batch
 PAPER = {"isqrt": (0.28, 4345), "mpncov": (0.30, 4298), "mpncov+seb": (0.31, 4501)}
@@ -38,7 +39,8 @@ class StepBench(measure.Bench):
         batch: images in a mini-batch; 4 on the CPU and 10 elsewhere by default.
         img_size: side of the images; 224 on the CPU and 448 elsewhere by default.
         last_stride: 1 for a feature map twice as large in each direction, 2 for the unchanged backbone, as ViTs need.
-        class_token: beside joins the class token of a ViT with the vector of each head.
+        class_token: beside joins the class token of a ViT with the vector of each head that does not read it itself.
+        patch_stride: pixels between the patches of a ViT, such as 12 for patches of 16 that overlap.
         reduce: channels after the 1 × 1 convolution of heads whose vector grows with the square of the channels; auto is
             256 for maps with more than 512. 128 on the CPU and auto elsewhere by default.
         num_classes: classes of the classifier.
@@ -53,6 +55,7 @@ class StepBench(measure.Bench):
     img_size: int | None = None
     last_stride: Literal[1, 2] = 1
     class_token: Literal["beside"] | None = None
+    patch_stride: int | None = None
     reduce: int | Literal["auto"] | None = None
     num_classes: int = 200
     amp: Literal["none", "bf16", "fp16"] = "none"
@@ -116,6 +119,7 @@ class Trainee:
     def __init__(self, model: CovarianceNet, images: Tensor, targets: Tensor, amp: str = "none"):
         self.model, self.images, self.targets, self.device = model, images, targets, images.device
         self.amp_dtype = AMP_DTYPES[amp]
+        self.loss = Loss([1] * model.num_classes)
         # with a scale of 1 nothing overflows and no update is skipped; the work is that of any other scale
         self.scaler = torch.amp.GradScaler(self.device.type, init_scale=1.0, enabled=amp == "fp16")
         self.reset()
@@ -126,10 +130,10 @@ class Trainee:
         self.optimiser = torch.optim.SGD(self.model.parameters(), lr=1e-4, momentum=0.9, weight_decay=1e-4)
 
     def step(self) -> None:
-        """Forward, loss, backward, update; autocast is around the model."""
+        """Forward, loss with the terms of the head, backward, update; autocast is around the model."""
         with torch.autocast(self.device.type, dtype=self.amp_dtype, enabled=self.amp_dtype is not None):
-            scores = self.model(self.images)
-        loss = nn.functional.cross_entropy(scores.float(), self.targets)
+            scores, added = self.model.forward_training(self.model.forward_features(self.images), self.targets)
+        loss = self.loss(scores.float(), self.targets, added)
         self.optimiser.zero_grad(set_to_none=True)
         self.scaler.scale(loss).backward()
         self.scaler.step(self.optimiser)
@@ -157,7 +161,8 @@ def build(config: StepBench, backbone: str, head: str, device: torch.device) -> 
     """The model of a config without open defaults, with random weights, and its random mini-batch."""
     assert config.batch is not None
     assert config.img_size is not None
-    options = {"head": head, **measure.pick(config, "num_classes", "reduce", "last_stride", "class_token")}
+    options = {"head": head, **measure.pick(config, "num_classes", "reduce", "last_stride", "patch_stride")}
+    options["class_token"] = config.class_token if head in list_heads(any_backbone=True) else None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = create_model(backbone, **options)
@@ -237,7 +242,9 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
             {
                 "backbone": backbone,
                 "head": head,
-                **measure.pick(config, "batch", "img_size", "last_stride", "class_token", "amp"),
+                **measure.pick(config, "batch", "img_size", "last_stride", "patch_stride"),
+                "class_token": config.class_token if model is None else model.config.get("class_token"),
+                "amp": config.amp,
                 "channels_last": int(config.channels_last),
                 "positions": trainees[head].positions() if model else None,
                 "channels": model.head.channels if model else None,

@@ -19,6 +19,8 @@ COVARIANCE_HEADS = ("isqrt", "mpncov", "mpncov+seb")
 LENGTHS = dict.fromkeys(("bcnn", "bcnn-improved", "cbp", "kp", "monet", "run"), 0.1) | {"mpncov+seb": 3.9}
 #: the same for factors and paths of the branch: on Birds the median of ‖QSᵀ‖ is 2.9, ‖S‖ is near √256, ‖Q‖ is that length
 BRANCH_LENGTHS = {"scaled": 2.9, "constant": 100.0, "s": 16.0, "q": 12.0, "mlp-eigenvalues": 1.0, "mlp-matrix": 1.0}
+#: options of the model for TransFG, whose paper moves patches of 16 pixels by 12
+OVERLAPPING = {"backbone_options": {"patch_stride": 12}}
 PROTOCOLS = {
     "fair": "fair: each method at its own best classifier rate (×) of the grid, which continues by factors of three while "
     "its edge is best, chosen on 10 % of the training images, then trained on all of them, last epoch.",
@@ -36,7 +38,22 @@ def table_rows(table: str, core: str, heads: Sequence[str], datasets: Sequence[s
                 head = PAPER["methods"].get(method)
                 options = {"compact": True} if head == "run" else {}
                 small = backbone == core and head in heads
-                rows.append(Row(data, backbone, method, head, options, numbers[place], core=small))
+                model = OVERLAPPING if head == "transfg" else {}
+                rows.append(Row(data, backbone, method, head, options, numbers[place], core=small, model=model))
+    return rows
+
+
+def transformers(setup: Setup) -> list[Row]:
+    """The class token of a vision transformer, parts selected by its attention, and covariances beside the class token."""
+    own = TEXTS["transformers"]["rows"]
+    rows = []
+    for data, entry in own["sets"].items():
+        for size in entry["sizes"]:
+            for method, values in own["methods"].items():
+                if method not in entry.get("without", ()):
+                    name = f"{method}, {size} px" if len(entry["sizes"]) > 1 else method
+                    row = Row(data, entry["backbone"], name, values["head"], core=True, calibrate=True, img_size=size)
+                    rows.append(replace(row, model=values.get("model", {}), rates=tuple(entry["rates"])))
     return rows
 
 

@@ -14,6 +14,7 @@ _ROWS: dict[str, MakeRows] = {
     "truncation": learning.truncation_rows,
     "rates": learning.rate_rows,
     "calibration": learning.calibration_rows,
+    "transformers": accuracy.transformers,
     "architectures": partial(table_rows, "table_5", "densenet169", COVARIANCE_HEADS, FINE_GRAINED),
     "speed": lambda setup: [],
     "sota": partial(table_rows, "table_4", "efficientnet_b5", ("mpncov", "mpncov+seb"), PAPER["larger"]),

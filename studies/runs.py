@@ -303,6 +303,9 @@ def job_name(config: Train, suffix: str = "") -> str:
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
     options += "" if config.clip_grad is None else f"-clip{config.clip_grad:g}"
     options += "-calibrated" * model.calibrate
+    options += "-token" * (model.class_token is not None)
+    options += "".join(f"-stride{stride}" for stride in [model.backbone_options.get("patch_stride")] if stride)
+    options += "" if model.img_size is None else f"-{model.img_size}px"
     rate = f"x{config.optimiser.classifier_lr_scale:g}"
     network = network_name(model.backbone).replace(":", "-")
     return f"{images}{network}-{model.head}{options}{suffix}-{rate}-e{config.epochs}-{part}-s{config.seed}"

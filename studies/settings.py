@@ -101,6 +101,7 @@ class Network:
     reduce: int | None = None
     last_stride: int | None = None
     resnet: bool = False
+    transformer: bool = False
     plain: str | None = None
 
     @property
@@ -122,7 +123,7 @@ NETWORKS = {name: Network(**values) for name, values in SETTINGS["networks"].ite
 #: name of the drawn birds on which the backbone of ``plumage`` is trained first
 FIRST = "plumage-first"
 #: heads whose vectors do not grow with the square of the channels, and which need no reduction
-UNREDUCED = ("gap", "gmp", "cbp", "kp", "lrbp")
+UNREDUCED = ("gap", "gmp", "cbp", "kp", "lrbp", "svpn", "token", "transfg", "aftrans")
 
 
 def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
@@ -137,10 +138,17 @@ def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
     """
     if options.scale == "smoke" or dataset in ("plumage", FIRST):
         part = "smoke" if options.scale == "smoke" else {"plumage": "drawn", FIRST: "drawn_first"}[dataset]
+        part += "_vit" * NETWORKS[backbone].transformer
         return replace(from_mapping(SETTINGS[part]), device=options.device)
     run = (_small if options.scale in SHORT else _paper)(options, backbone, dataset)
-    data = replace(run.data, root=options.data)
-    return replace(run, data=data, device=options.device, workers=options.workers)
+    run = replace(run, data=replace(run.data, root=options.data), device=options.device, workers=options.workers)
+    return at_size(run, run.data.transforms.img_size) if NETWORKS[backbone].transformer else run
+
+
+def at_size(run: Train, img_size: int) -> Train:
+    """The same training of a transformer, which is built for one size of the images, at another size."""
+    data = replace(run.data, transforms=run.data.transforms.at_size(img_size))
+    return replace(run, data=data, model=replace(run.model, img_size=img_size))
 
 
 def network_name(backbone: str) -> str:
@@ -160,14 +168,17 @@ def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
         long = _paper(options, backbone, dataset)
         return replace(long, schedule=Schedule("cosine", warmup_epochs=1), epochs=15, amp="bf16", channels_last=True)
     cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
-    quick = options.scale == "quick"
-    run, network = from_mapping(SETTINGS[options.scale]), _network(options, backbone)
-    optimiser = replace(
-        run.optimiser,
-        lr=SETTINGS["plain_rate"] if network["backbone"] == NETWORKS[backbone].plain else run.optimiser.lr,
-        weight_decay=SETTINGS["decays"].get(dataset, run.optimiser.weight_decay),
-        classifier_lr_scale=SETTINGS["rates"].get(dataset, run.optimiser.classifier_lr_scale),
-    )
+    quick, transformer = options.scale == "quick", NETWORKS[backbone].transformer
+    settings = SETTINGS[options.scale] | (SETTINGS["transformer"] if transformer else {})
+    run, network = from_mapping(settings), _network(options, backbone)
+    optimiser = run.optimiser
+    if not transformer:
+        optimiser = replace(
+            optimiser,
+            lr=SETTINGS["plain_rate"] if network["backbone"] == NETWORKS[backbone].plain else optimiser.lr,
+            weight_decay=SETTINGS["decays"].get(dataset, optimiser.weight_decay),
+            classifier_lr_scale=SETTINGS["rates"].get(dataset, optimiser.classifier_lr_scale),
+        )
     data = Data(dataset, transforms=run.data.transforms if quick else Transforms.of_scripts(dataset))
     network = {**network, **({"reduce": run.model.reduce} if quick else {})}
     model = replace(run.model, **network)
@@ -176,12 +187,21 @@ def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
 
 
 def _paper(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    if NETWORKS[backbone].transformer:
+        return _paper_transformer(options, backbone, dataset)
     own = {("vgg16", d) for d in SETTINGS["rates"]} | {(b, "imagenet") for b in ("alexnet", "resnet50")}
     network = backbone if (backbone, dataset) in own else "resnet50" if dataset in SETTINGS["rates"] else "efficientnet_b5"
     changes: dict[str, Any] = {"model.head": "mpncov", "recipe": None}
     if dataset != "imagenet":  # its weights are random
         changes |= {f"model.{key}": value for key, value in _network(options, backbone).items()}
     return load_recipe(f"{SETTINGS['recipes'][dataset]}-{network}-paper", changes)
+
+
+def _paper_transformer(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    """The settings of TransFG, whose paper changes the learning rate and the size of the images for some data sets."""
+    model = {"head": "mpncov", "backbone_options": {}, **_network(options, backbone)}  # patches overlap for some rows alone
+    changes = {"recipe": None, "data.name": dataset} | SETTINGS["transfg"].get(dataset, {})
+    return load_recipe("birds-vit_base-transfg", changes | {f"model.{key}": value for key, value in model.items()})
 
 
 def _network(options: StudyOptions, backbone: str) -> Mapping[str, Any]:
@@ -199,6 +219,4 @@ def _network(options: StudyOptions, backbone: str) -> Mapping[str, Any]:
         model["backbone"] = network.plain if network.plain == Path(weights).stem else network.architecture
     if network.resnet:
         model["stride_on"] = options.stride_on or ("3x3" if weights is None else "1x1")
-    if backbone == "vit":
-        model["img_size"] = 448
     return model

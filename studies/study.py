@@ -12,7 +12,18 @@ from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.training.config import Train
 from studies import runs
 from studies.runs import Job, Record, best_rate, final_jobs, rate_jobs, run_records
-from studies.settings import FIRST, NETWORKS, SETTINGS, SHORT, TITLES, UNREDUCED, StudyOptions, base_config, network_name
+from studies.settings import (
+    FIRST,
+    NETWORKS,
+    SETTINGS,
+    SHORT,
+    TITLES,
+    UNREDUCED,
+    StudyOptions,
+    at_size,
+    base_config,
+    network_name,
+)
 
 #: options in which a record may differ from the run of a report, which may be made on another machine
 _MACHINE = ("compile", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
@@ -43,8 +54,10 @@ class Row:
     analyses: tuple[str, ...] = ()  # of the network of the first seed
     search_only: bool = False  # whether only the runs for the choice of a rate are made
     more_rates: tuple[float, ...] = ()  # without a part in the choice
-    rates: tuple[float, ...] | None = None  # grid of its own instead of that of the options
+    rates: tuple[float, ...] | None = None  # grid of its own instead of that of the options; a single rate is not tried
     calibrate: bool = False  # whether its vectors are calibrated
+    model: Mapping[str, Any] = field(default_factory=dict)  # further options of the model
+    img_size: int | None = None  # of a transformer; that of the scale by default
     every_seed: bool = False  # whether the rates are tried with every seed
     #: c, the length of the vector relative to MPN-COV: a vector c times as long learns as if the rate were c² times as high
     length: float = 1.0
@@ -164,9 +177,13 @@ class Setup:
         if place not in self.bases:
             self.bases[place] = base_config(self.options, *place)
         run = runs.with_head(self.bases[place], row.head)
+        if row.img_size is not None and self.options.scale != "smoke":
+            run = at_size(run, row.img_size)
         model = replace(run.model, head_options=dict(row.options if options is None else options), calibrate=row.calibrate)
         if row.head in UNREDUCED:
             model = replace(model, reduce="auto")
+        own = {**model.backbone_options, **row.model.get("backbone_options", {})}
+        model = replace(model, **{**row.model, "backbone_options": own})
         clip = row.clip_grad if options is None and row.clip_grad is not None else run.clip_grad
         return replace(run, model=model, clip_grad=clip)
 
@@ -228,11 +245,13 @@ class Setup:
         return final_jobs(config, config.optimiser.classifier_lr_scale, seeds, row.analyses, suffix)
 
     def search(self, row: Row, weights: Path | None = None) -> tuple[list[Job], float | None]:
-        """The runs for the choice of a rate that can be planned so far, and the rate, if it is chosen."""
+        """The runs for the choice of a rate that can be planned so far, and the rate, if it is chosen or the only one."""
         config, suffix = self._start(row, weights)
         if row.rate_options is not None:
             config = self.config(row, row.rate_options)
         grid = self.grid(row)
+        if row.rates is not None and len(grid) == 1:
+            return [], grid[0]
         jobs = rate_jobs(config, grid, suffix)
         if self.options.scale != "smoke":
             while (rate := runs.further_rate(jobs, self._complete(jobs), grid)) is not None:

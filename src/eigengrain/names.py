@@ -7,7 +7,7 @@ Other modules import their tuple from here, so that each list exists once. A tes
 HEADS = (
     *("aftrans", "bcnn", "bcnn-improved", "cbp", "dropcov", "gap", "gmp", "gp", "hcov", "hcov+seb", "isice", "isqrt"),
     *("isqrt+seb", "kp", "logchol", "logchol+seb", "logcov", "logcov+seb", "lrbp", "monet", "mpa", "mpa+seb", "mpncov"),
-    *("mpncov+seb", "mtp", "mtp+seb", "precision", "run", "svpn", "transfg"),
+    *("mpncov+seb", "mtp", "mtp+seb", "precision", "run", "svpn", "token", "transfg"),
 )
 #: backbones of the paper, of its comparisons and of the demo; ``list_backbones`` has all of timm and torchvision
 BACKBONES = (

@@ -242,3 +242,16 @@ def test_frames_are_at_the_boxes(tmp_path, monkeypatch):
         rows, columns = after.any(2).nonzero()
         assert (rows.min(), rows.max(), columns.min(), columns.max()) == (top, bottom - 1, left, right - 1)
         assert not after[top + 1 : bottom - 1, left + 1 : right - 1].any()
+
+
+def test_what_is_outside_of_the_parts_is_darker(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(plots, "compose", lambda groups, lines, note, bar: drawn.extend(lines))
+    monkeypatch.setattr(plots, "save", lambda sheet, path: path)
+    pixels = torch.full((1, 3, 20, 20), 200, dtype=torch.uint8)
+    plots.draw_parts(pixels, Parts(torch.tensor([[[2.0, 4.0, 10.0, 9.0]]]), None), tmp_path / "parts.png")
+    before, after = (cell.picture for cell in drawn[0].cells)
+    assert (before == 200).all()
+    assert (after[5:8, 3:9] == 200).all()
+    after[4:9, 2:10] = 0
+    assert set(after.flatten().tolist()) == {0, 90}

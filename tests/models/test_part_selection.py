@@ -18,7 +18,7 @@ from eigengrain.models.mixed_precision import MixedPrecision
 from eigengrain.training.loss import Loss
 
 SIZE, CLASSES = 64, 3
-HEADS = {"transfg": {}, "transfg-own": {"last_block": "own"}, "aftrans": {}}
+HEADS = {"transfg": {}, "transfg-own": {"last_block": "own"}, "aftrans": {}, "token": {}}
 HARD = {"depth": 4, "init_values": 0.5, "qk_norm": True, "reg_tokens": 2}  # layer scale, normalised q and k, registers
 
 
@@ -119,6 +119,28 @@ def test_weights_of_another_grid_are_resampled(tmp_path):
     expected = timm.layers.resample_abs_pos_embed(net.pos_embed, (5, 5), (6, 6), num_prefix_tokens=1)
     assert torch.equal(model.backbone.pos_embed, expected)
     assert torch.equal(model.backbone.blocks[2].mlp.fc1.weight, net.blocks[2].mlp.fc1.weight)
+
+
+# ---------------------------------------------------------------- the class token
+
+
+@pytest.mark.parametrize("options", [{}, {key: HARD[key] for key in ("init_values", "qk_norm", "reg_tokens")}])
+def test_the_class_token_is_that_of_timm(options):
+    """Scores and gradients of timm's own network with the same weights."""
+    import timm
+
+    net = timm.create_model("test_vit", img_size=SIZE, num_classes=CLASSES, **options).double().train()
+    model = make("token", patch_stride=None, **options).double().train()
+    state = net.state_dict()
+    model.backbone.load_state_dict({key: value for key, value in state.items() if not key.startswith("head.")})
+    model.classifier.load_state_dict(net.head.state_dict())
+    x, labels = images(), torch.tensor([0, 2, 1])
+    assert torch.equal(model(x), net(x))
+    F.cross_entropy(net(x), labels).backward()
+    total_loss(model, x, labels).backward()
+    for name, parameter in net.named_parameters():
+        own = f"classifier.{name[5:]}" if name.startswith("head.") else f"backbone.{name}"
+        torch.testing.assert_close(model.get_parameter(own).grad, parameter.grad, rtol=1e-10, atol=1e-12)
 
 
 # ---------------------------------------------------------------- TransFG
@@ -388,7 +410,9 @@ def test_the_loss_of_a_batch(case, labels):
         each = [F.linear(half, model.classifier.weight, model.classifier.bias) for half in vector.chunk(2, 1)]
         expected = sum(F.cross_entropy(scores, labels) for scores in (*each, each[0] + each[1]))
     else:
-        expected = F.cross_entropy(model.classifier(vector), labels) + naive_contrast(vector, labels, 0.4)
+        expected = F.cross_entropy(model.classifier(vector), labels)
+        if case != "token":
+            expected = expected + naive_contrast(vector, labels, 0.4)
     torch.testing.assert_close(loss, expected, rtol=1e-10, atol=1e-10)
     loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
@@ -493,7 +517,7 @@ def test_compiled(case):
         torch.testing.assert_close(compiled(x), model.forward_features(x), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("case", ["transfg", "aftrans"])
+@pytest.mark.parametrize("case", ["transfg", "aftrans", "token"])
 def test_exported(case, tmp_path):
     model = make(case, depth=3)
     assert export_pt2(model, tmp_path / "model.pt2").relative_error < 1e-4
@@ -528,10 +552,11 @@ def test_what_does_not_fit_is_refused():
         with pytest.raises(ArgumentError) as error:
             create_head("transfg", 8, **options)
         assert error.value.argument in options
-    with pytest.raises(ArgumentError) as error:
-        create_model("test_resnet", "gap", num_classes=2).selected_parts(torch.zeros(1, 3, 64, 64))
-    assert error.value.argument == "head"
-    assert {"transfg", "aftrans"} == set(list_heads()) - set(list_heads(any_backbone=True))
+    for model in (create_model("test_resnet", "gap", num_classes=2), make("token")):
+        with pytest.raises(ArgumentError) as error:
+            model.selected_parts(torch.zeros(1, 3, 64, 64))
+        assert error.value.argument == "head"
+    assert {"transfg", "aftrans", "token"} == set(list_heads()) - set(list_heads(any_backbone=True))
 
 
 def test_a_damaged_description_is_refused(tmp_path):

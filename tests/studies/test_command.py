@@ -35,8 +35,9 @@ BIRDS = Path(__file__).parents[2] / "benchmarks" / "birds" / "records"
 pytestmark = pytest.mark.usefixtures("surroundings")
 
 
-#: a head that every study has, so that few runs exercise all of them
+#: a head that nearly every study has, so that few runs exercise all of them, and one of the study of transformers
 ONE_HEAD = ["--heads", "mpncov"]
+TWO_HEADS = ["--heads", "mpncov,transfg"]
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,7 @@ def everything(surroundings, tmp_path_factory):
         patch.setattr(runs, "train", train)
         patch.setattr(speed, "subprocess", SimpleNamespace(run=in_this_process))
         patch.setattr(Figure, "savefig", lambda figure, path, **options: save(figure, path, dpi=20))  # in less time
-        assert main(["all", *SMOKE, *ONE_HEAD, "--out", str(out)]) == 0
+        assert main(["all", *SMOKE, *TWO_HEADS, "--out", str(out)]) == 0
     return out, trained
 
 
@@ -160,11 +161,31 @@ def test_tables_of_eigenvalues_have_the_papers_numbers_too(everything):
     assert all(float(r["ours_seconds"]) > 0 for r in (first, second, third))
 
 
-def test_systems_that_are_not_here_are_never_run(whole_tables):
-    others = [row for row in rows_of(whole_tables / "sota.csv") if row["method"] in ("TransFG", "AFTrans")]
-    assert len(others) == 6
-    assert all(row["fair_protocol_mean"] == "not run" and row["fair_protocol_n"] == "0" for row in others)
-    assert all(row["paper"] for row in others)
+def test_transformers_are_run_and_what_is_no_head_is_not(whole_tables):
+    rows = {(row["data"], row["method"]): row for row in rows_of(whole_tables / "sota.csv") if row["backbone"] == "ViT"}
+    assert len(rows) == 9
+    assert {method: row["fair_protocol_n"] for (data, method), row in rows.items() if data == "Dogs"} == {
+        "ViT": "0",
+        "TransFG": "1",
+        "AFTrans": "0",
+    }
+    drawn = [row for row in rows_of(whole_tables / "normalisation.csv") if row["method"] == "e^-P"]
+    assert [row["fair_protocol_mean"] for row in drawn] == ["not run"] * 3
+
+
+def test_transfg_learns_from_drawn_birds_and_photographs_at_two_sizes(everything):
+    out, trained = everything
+    rows = {(row["data"], row["method"]): row for row in rows_of(out / "transformers.csv")}
+    assert set(rows) == {
+        ("drawn birds", "TransFG"),
+        *(("Birds", f"TransFG{patches}, {size} px") for patches in ("", ", overlapping patches") for size in (224, 448)),
+    }
+    assert all(row["fair_protocol_n"] == "1" for row in rows.values())
+    # one run at the only rate of the drawn birds, and on photographs two of the search and a last one
+    assert sum("-transfg-calibrated-64px-" in name for name in trained) == 4
+    record = json.loads((out / "records" / "plumage-test_vit-transfg-calibrated-64px-x1-e1-all-s0.json").read_text())
+    mean = float(rows["drawn birds", "TransFG"]["fair_protocol_mean"])
+    assert mean == pytest.approx(record["scores"]["test_top1"], abs=1e-4)
 
 
 class Tags(HTMLParser):

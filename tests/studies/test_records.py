@@ -16,6 +16,7 @@ from studies.study import Row, Setup
 
 from eigengrain.errors import FileError
 from eigengrain.heads import create_head
+from eigengrain.recipes import load_recipe
 
 BIRDS = Row("cub", "resnet50", "MPN-COV", "mpncov", paper=84.3, core=True)
 BRANCH = replace(BIRDS, method="MPN-COV + SEB", head="mpncov+seb", paper=86.2)
@@ -114,6 +115,51 @@ def test_the_papers_recipes_are_those_of_scale_paper():
     assert birds.model.backbone == "resnet152.tv_in1k"
     assert base_config(StudyOptions(scale="paper"), "vgg16", "cars").epochs == 150
     assert base_config(StudyOptions(scale="paper"), "alexnet", "imagenet").model.backbone == "tv:alexnet"
+
+
+def test_transformers_of_table_4_are_trained_as_the_paper_of_transfg_says(tmp_path):
+    setup = setup_of(tmp_path, scale="paper", protocol="paper")
+    rows = {(row.data, row.method): row for row in find_study("sota").rows(setup) if row.backbone == "vit"}
+    recipe = load_recipe("birds-vit_base-transfg")
+    for data, lr, size in (("cars", 3e-2, 448), ("dogs", 3e-3, 448), ("inat2017", 1e-2, 304)):
+        for method, head, stride in (("ViT", "token", None), ("TransFG", "transfg", 12), ("AFTrans", "aftrans", None)):
+            [first, _, _] = setup.jobs(rows[data, method], "paper")
+            run = first.config
+            assert (run.model.head, run.model.backbone_options.get("patch_stride")) == (head, stride)
+            assert (run.data.name, run.optimiser.lr) == (data, lr)
+            assert (run.model.img_size, run.data.transforms.img_size, run.data.transforms.resize) == (
+                *(size, size),
+                {448: 600, 304: 400}[size],
+            )
+            same = ("epochs", "batch_size", "clip_grad", "schedule", "select")
+            assert [getattr(run, name) for name in same] == [getattr(recipe, name) for name in same]
+            assert (run.model.backbone, run.model.pretrained) == (recipe.model.backbone, True)
+
+
+def test_transformers_at_two_sizes_with_calibrated_vectors(tmp_path):
+    """One run per seed on drawn birds, and the choice of a rate on photographs."""
+    (tmp_path / "deit_tiny_patch16_224.safetensors").touch()
+    setup = setup_of(tmp_path, scale="quick", weights=str(tmp_path))
+    setup = replace(setup, available=("cub", "plumage"))
+    rows = find_study("transformers").rows(setup)
+    for row in rows:
+        jobs = setup.jobs(row, "fair")
+        run = jobs[0].config
+        assert run.model.calibrate
+        assert run.model.img_size == run.data.transforms.img_size == row.img_size
+        beside = row.head in ("mpncov+seb", "svpn")
+        assert run.model.class_token == ("beside" if beside else None)
+        if row.data == "plumage":
+            assert [(job.rate, job.config.seed) for job in jobs] == [(1, seed) for seed in setup.seeds]
+            assert not any(job.config.data.val_fraction for job in jobs)
+        else:
+            assert [(job.rate, job.config.data.val_fraction) for job in jobs] == [(rate, 0.1) for rate in (0.1, 0.3, 1)]
+            assert run.model.weights == str(tmp_path / "deit_tiny_patch16_224.safetensors")
+            assert (run.model.backbone_options == {"patch_stride": 12}) == ("overlapping" in row.method)
+            assert (run.epochs, run.amp, run.cache, run.clip_grad) == (7, "bf16", "device", 1.0)
+            assert run.data.transforms.resize == {224: 256, 448: 512}[row.img_size]
+    assert {row.img_size for row in rows if row.data == "cub"} == {224, 448}
+    assert len({setup.jobs(row, "fair")[0].name for row in rows}) == len(rows)
 
 
 def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):

@@ -27,8 +27,8 @@ from eigengrain.names import SCALES
 #: percentile of a map that has the brightest colour; a few larger pixels would make all others dark
 PERCENTILE = 99.5
 
-#: colour of the frame of a selected part
-PART_COLOUR = (255, 60, 0)
+#: colour of the frame of a selected part, and share of the lightness that is left outside
+PART_COLOUR, PART_DIMMED = (255, 60, 0), 0.45
 
 #: share of the image's lightness that is left under a map
 _DIMMED = 0.3
@@ -263,21 +263,25 @@ def draw_perturbed(
 
 
 def draw_parts(pixels: Tensor, parts: Parts, path: str | Path, names: Sequence[str] = ()) -> Path:
-    """Draw one row per image: the image, and the image with the boxes that its head selects.
+    """Draw one row per image: the image, and the image with the boxes that its head selects, darker outside of them.
 
     The images are uint8 (B, 3, H, W), the parts those of :meth:`CovarianceNet.selected_parts`. A patch that several
     attention heads select has one box. The file is a PNG, and its folder is created.
     """
     lines = []
     for i, image in enumerate(pixels):
-        drawn = Image.fromarray(_array(image))
+        boxes = dict.fromkeys(tuple(map(round, box)) for box in parts.boxes[i].tolist())
+        lit = (_array(image) * PART_DIMMED).astype(np.uint8)
+        for x0, y0, x1, y1 in boxes:
+            lit[y0:y1, x0:x1] = _array(image)[y0:y1, x0:x1]
+        drawn = Image.fromarray(lit)
         pen, width = ImageDraw.Draw(drawn), max(1, round(min(image.shape[1:]) / 150))
-        for x0, y0, x1, y1 in dict.fromkeys(tuple(map(round, box)) for box in parts.boxes[i].tolist()):
+        for x0, y0, x1, y1 in boxes:
             pen.rectangle((x0, y0, x1 - 1, y1 - 1), outline=PART_COLOUR, width=width)
         lines.append(Line("".join(names[i : i + 1]), [Cell(_array(image)), Cell(np.asarray(drawn))]))
     count = parts.boxes.shape[1]
     kind = "region" if parts.indices is None else "patch"
-    note = f"Parts of the image that the head selects by attention, {count} per image; each {kind} in a frame."
+    note = f"Parts of the image that the head selects by attention, {count} per image; each {kind} in a frame, the rest darker."
     return save(compose([("", ["image", "parts"])], lines, note, bar=False), path)
 
 

@@ -143,7 +143,7 @@ class Report:
                     draw_panel(self._explain(indices, cut), path, self.scale)
                     pictures.append(Picture(path, _numbered(f"Maps, {cut} cut", place, len(pages))))
                     bar.advance(task)
-        if isinstance(self.model.head, TransformerHead):
+        if isinstance(self.model.head, TransformerHead) and self.model.head.selects_parts:
             for place, indices in enumerate(pages, start=1):
                 pictures.append(self._parts(indices, place, len(pages)))
         if self.perturbation is not None:

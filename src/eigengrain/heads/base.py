@@ -221,6 +221,8 @@ class TransformerHead(Head):
     """
 
     quadratic = False
+    #: whether :meth:`parts` is implemented
+    selects_parts: ClassVar[bool] = True
 
     def attach(self, network: Transformer) -> None:
         """Prepare for a network; called once, when the model is built."""
@@ -233,7 +235,7 @@ class TransformerHead(Head):
         raise NotImplementedError
 
     def parts(self, network: Transformer, images: Tensor) -> Parts:
-        """The parts of images (B, 3, H, W) that the head selects."""
+        """The parts of images (B, 3, H, W) that the head selects; not for a head without ``selects_parts``."""
         raise NotImplementedError
 
 

@@ -335,7 +335,7 @@ class CovarianceNet(nn.Module):
         Raises:
             ArgumentError: if the head does not select parts.
         """
-        if not isinstance(self.head, TransformerHead):
+        if not isinstance(self.head, TransformerHead) or not self.head.selects_parts:
             raise ArgumentError(
                 "head", "does not select parts of images", self.config["head"], "use 'transfg' or 'aftrans'"
             )
