@@ -1,4 +1,4 @@
-"""Time and memory of whole training steps: Table 8 of the paper, for every head on every backbone."""
+"""Time and memory of training steps, and time of a forward pass: Table 8 of the paper, for every head and backbone."""
 
 import gc
 import time
@@ -75,7 +75,8 @@ DEFAULTS = {"backbones": (["resnet18"], ["resnet50"]), "batch": (4, 10), "img_si
 def head_clock(module: nn.Module, device: torch.device) -> Iterator[Callable[[], float]]:
     """Time a module inside a step by the clock of the device on CUDA; yields a function that returns the seconds.
 
-    They are those of the last forward and backward pass, which must be finished on the device. The difference to the step
+    They are those of the last forward pass, with the backward pass if there was one, which must be finished on the device.
+    The difference to the step
     of a cheaper head would be less exact, and would count the classifier too.
 
     Example:
@@ -96,15 +97,19 @@ def head_clock(module: nn.Module, device: torch.device) -> Iterator[Callable[[],
             marks[name] = time.perf_counter()
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
-        args[0].register_hook(lambda grad: mark("backward end"))
+        marks.clear()
+        if args[0].requires_grad:
+            args[0].register_hook(lambda grad: mark("backward end"))
         mark("forward start")
 
     def after(module: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
         mark("forward end")
-        out.register_hook(lambda grad: mark("backward start"))
+        if out.requires_grad:
+            out.register_hook(lambda grad: mark("backward start"))
 
     def seconds() -> float:
-        pairs = [(marks[f"{name} start"], marks[f"{name} end"]) for name in ("forward", "backward")]
+        names = [name for name in ("forward", "backward") if f"{name} end" in marks]
+        pairs = [(marks[f"{name} start"], marks[f"{name} end"]) for name in names]
         if device.type == "cuda":
             return sum(start.elapsed_time(end) for start, end in pairs) / 1e3
         return float(sum(end - start for start, end in pairs))
@@ -139,10 +144,17 @@ class Trainee:
         self.scaler.step(self.optimiser)
         self.scaler.update()
 
-    def timed(self) -> tuple[float, float]:
-        """Seconds of a step, and of the head within it."""
+    @torch.inference_mode()
+    def answer(self) -> None:
+        """Forward without gradients, in eval mode."""
+        with eval_mode(self.model), torch.autocast(self.device.type, self.amp_dtype, enabled=self.amp_dtype is not None):
+            self.model(self.images)
+
+    def timed(self) -> tuple[float, ...]:
+        """Seconds of a step and of the head within it, then of a forward pass without gradients and of the head in it."""
         with head_clock(self.model.head, self.device) as head_seconds:
-            return measure.seconds(self.step, self.device), head_seconds()
+            step = measure.seconds(self.step, self.device), head_seconds()
+            return *step, measure.seconds(self.answer, self.device), head_seconds()
 
     @torch.no_grad()
     def positions(self) -> int:
@@ -232,8 +244,9 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
         advance(head)
     works = {head: trainee.timed for head, trainee in trainees.items()}
     times = measure.take_turns(works, repeats=config.repeats, warmup=config.runs(device), advance=advance)
-    steps = {head: median(step for step, _ in runs) for head, runs in times.items() if runs}
-    inside = {head: median(part for _, part in runs) for head, runs in times.items() if runs}
+    steps, inside, answers, inside_answers = (
+        {head: median(run[part] for run in runs) for head, runs in times.items() if runs} for part in range(4)
+    )
     rows: list[Row] = []
     for head in config.heads:
         step, model = steps.get(head), trainees[head].model if head in trainees else None
@@ -254,6 +267,8 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
                 "images_per_second": None if step is None else round(config.batch / step, 3),
                 "head_seconds": measure.ratio(inside.get(head), digits=6),
                 "head_share": measure.ratio(inside.get(head), step),
+                "inference_seconds": measure.ratio(answers.get(head), digits=6),
+                "inference_head_share": measure.ratio(inside_answers.get(head), answers.get(head)),
                 "over_gap_seconds": None if step is None or "gap" not in steps else round(step - steps["gap"], 6),
                 **dict(zip(("peak_mib", "held_mib"), (measure.ratio(count, 2**20) for count in memory[head]), strict=True)),
                 **dict(zip(("paper_seconds", "paper_mib"), paper, strict=True)),
@@ -278,5 +293,13 @@ def run(config: StepBench) -> None:
             rows += measure_steps(config, backbone, device, advance)
             measure.save(path, rows, device)  # each time: the next backbone may refuse an option
     columns = ["backbone", "head", "step_seconds", f"ratio_to_{config.reference}", "images_per_second", "head_seconds"]
-    columns += ["head_share", "peak_mib", "held_mib", "paper_seconds", "paper_mib"]
+    columns += [
+        "head_share",
+        "inference_seconds",
+        "inference_head_share",
+        "peak_mib",
+        "held_mib",
+        "paper_seconds",
+        "paper_mib",
+    ]
     measure.finish({"rows": rows}, [path], device, measure.format_table(rows, columns), f"paper: {PAPER_SETTING}")

@@ -199,13 +199,12 @@ def test_memory_on_cuda_is_weights_activations_and_recordings_but_not_tuning(mon
 def known_times(monkeypatch):
     """Steps of known duration in place of real ones; returns the heads in the order of their steps."""
     order = []
-    seconds = {"gap": (0.10, 0.01), "isqrt": (0.20, 0.08), "mpncov+seb": (0.25, 0.05)}
+    seconds = {"gap": (0.10, 0.01, 0.04, 0.01), "isqrt": (0.20, 0.08, 0.05, 0.02), "mpncov+seb": (0.25, 0.05, 0.06, 0.03)}
 
     def timed(self):
         order.append(self.model.config["head"])
-        step, head = seconds[order[-1]]
         # warming up is slow, and one disturbance must not show in the median
-        return (9.0, 9.0) if len(order) <= 3 or len(order) == 6 else (step, head)
+        return (9.0,) * 4 if len(order) <= 3 or len(order) == 6 else seconds[order[-1]]
 
     monkeypatch.setattr(bench.Trainee, "timed", timed)
     monkeypatch.setattr(bench, "with_memory", lambda make, device: (make(), (3 * 2**20, 5 * 2**20)))
@@ -223,6 +222,8 @@ def test_rows_follow_from_the_times_of_steps_in_turn(known_times, monkeypatch):
     assert [row["ratio_to_isqrt"] for row in rows] == [0.5, 1.0, 1.25]
     assert [row["images_per_second"] for row in rows] == [20, 10, 8]
     assert [row["head_share"] for row in rows] == [0.1, 0.4, 0.2]
+    assert [row["inference_seconds"] for row in rows] == [0.04, 0.05, 0.06]
+    assert [row["inference_head_share"] for row in rows] == [0.25, 0.4, 0.5]
     assert [row["over_gap_seconds"] for row in rows] == pytest.approx([0, 0.10, 0.15])
     assert (seb["channels"], seb["vector"], gap["channels"]) == (8, 36, 512)
     assert (isqrt["peak_mib"], isqrt["held_mib"]) == (3, 5)
@@ -260,6 +261,8 @@ def test_the_command_measures_real_steps_and_writes_them(tmp_path):
         step, head, share = (float(row[name]) for name in ("step_seconds", "head_seconds", "head_share"))
         assert 0 < head < step
         assert share == pytest.approx(head / step, abs=1e-3)
+        assert 0 < float(row["inference_seconds"]) < step
+        assert 0 < float(row["inference_head_share"]) < 1
         assert float(row["images_per_second"]) == pytest.approx(2 / step, rel=1e-2)
         assert row["ratio_to_isqrt"] == ""  # the reference is not among the heads
         assert row["torch"] == torch.__version__
