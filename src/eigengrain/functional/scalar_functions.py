@@ -118,7 +118,7 @@ class ExpInverse(ScalarFunction):
 class FlooredInverse(ScalarFunction):
     r""":math:`1/\max(x, \delta)`, with :math:`K = -\frac{A - B}{a - b}\,\frac1{AB}` for :math:`A = \max(a, \delta)`.
 
-    K is at most :math:`1/\delta^2`, and 0 where both arguments are at most δ.
+    :math:`|K|` is at most :math:`1/\delta^2`, and K is 0 where both arguments are at most δ.
     """
 
     name = "floored_inverse"

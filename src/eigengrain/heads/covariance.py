@@ -107,16 +107,18 @@ class CovarianceHead(SpectralHead):
         epsilon: ε of ``log`` and ``log-cholesky``, relative to the mean eigenvalue tr(P)/d.
         isometric: multiply off-diagonal entries by √2; the paper does not.
 
-    **Riemannian metrics.** ``log`` and ``log-cholesky`` are the logarithms at I of the log-Euclidean and the log-Cholesky
-    metric. Those of the power-Euclidean one are :math:`2P^{1/2}` and :math:`2(P^{1/2} - I)`, and need no option: a constant
-    factor of the vector is a learning rate of the classifier, and a constant that is subtracted is a part of its bias.
+    **Riemannian metrics.** In the coordinates ``log`` and ``log-cholesky`` the log-Euclidean and the log-Cholesky metric of
+    positive definite matrices are flat. Those of the power-Euclidean one, :math:`2P^{1/2}` and :math:`2(P^{1/2} - I)`, need
+    no option: a constant factor of the vector is a learning rate of the classifier, and a constant that is subtracted is a
+    part of its bias.
 
     ``log-cholesky`` is, with :math:`L L^T = P + \varepsilon I`, the symmetric matrix with :math:`L_{ij}` at i > j and
     :math:`\log L_{ii}` on the diagonal. It depends on the order of the channels, has no eigenvalues to select, and does not
     export. Its gradient is bounded: with ε ≤ 0.1 and κ the condition number of :math:`P + \varepsilon I`, at most
     d/ε + 1, a change :math:`dX_c` of the centred features over :math:`\sqrt N` changes L by at most
     :math:`2\sqrt\kappa\,\|dX_c\|_F`, and the logarithms by at most
-    :math:`2\sqrt{d/(\varepsilon\,\mathrm{tr} P)}\,\|dX_c\|_F`.
+    :math:`2\sqrt{d/(\varepsilon\,\mathrm{tr} P)}\,\|dX_c\|_F`. Where :math:`P + \varepsilon I` is not positive definite,
+    as with ε = 0 it can be, the result is NaN.
 
     References:
         Chen et al., Understanding Matrix Function Normalizations in Covariance Pooling through the Lens of Riemannian
@@ -293,7 +295,7 @@ def _log(head: CovarianceHead, p: Tensor) -> Tensor:
 def _log_cholesky(head: CovarianceHead, p: Tensor) -> Tensor:
     """The Cholesky factor of P + εI with the logarithm of its diagonal, mirrored into the upper triangle."""
     factor, failed = torch.linalg.cholesky_ex(_definite(head, p))  # cholesky would wait for the device
-    factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)  # of features with NaN
+    factor = torch.where(failed[:, None, None] == 0, factor, torch.nan)
     lower = factor.tril(-1)
     return lower + lower.mT + torch.diag_embed(factor.diagonal(dim1=-2, dim2=-1).log())
 

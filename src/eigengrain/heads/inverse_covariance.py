@@ -115,7 +115,8 @@ class InverseCovariance(Head):
     An entry of the precision matrix is a correlation of two channels given all others. The vector does not depend on the
     scale of the features. See :func:`sparse_inverse` for the steps, the gradient and its bounds.
 
-    ``isice`` has n = 5 and ``precision`` n = 0.
+    ``isice`` has n = 5 and ``precision`` n = 0. The default steps are small: of small networks trained on the drawn birds
+    they change the precision matrix by about 1 % and make 3 to 5 % of its entries zero.
 
     Args:
         in_channels, reduce: as in :class:`Head`.
