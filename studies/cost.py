@@ -6,13 +6,13 @@ from dataclasses import replace
 from statistics import median
 
 from eigengrain.data.datasets.registry import find_entry
-from studies.runs import Job, Record, rate_jobs, run_records
+from studies.runs import Job, Record, data_name, rate_jobs, run_records
 from studies.settings import NETWORKS, network_name
 from studies.study import Setup, Study
 
 #: images per second in training of ResNet-50 with MPN-COV at 448 pixels, last stride 1, on one NVIDIA H200; compiled at
 #: scale small
-STATED = {"quick": 1000.0, "small": 1000.0, "paper": 331.0}
+STATED = {"quick": 1000.0, "small": 1000.0, "modern": 1000.0, "paper": 331.0}
 STATED_FOR = "one NVIDIA H200 (ResNet-50 as measured, other backbones by a rough guess)"
 #: seconds of a run of scale smoke, most of which is not training
 SMOKE_RUN = 0.3
@@ -37,7 +37,7 @@ def simulate(study: Study, setup: Setup) -> list[Job]:
     middle = {
         job.name
         for row in rows
-        for suffix in ("", "-gcp")
+        for suffix in (setup.suffix, f"{setup.suffix}-gcp")
         for job in rate_jobs(setup.config(row, row.rate_options), setup.grid(row)[1:2], suffix)
     }
     records: dict[str, Record] = {}
@@ -61,7 +61,7 @@ def estimate_cost(study: Study, setup: Setup, speeds: Speeds) -> tuple[int, floa
         speed = speeds.get((backbone, size, config.amp))
         sources.add("records" if speed else "stated")
         speed = speed or STATED[setup.options.scale] * (448 / size) ** 2 / NETWORKS[backbone].cost
-        published = find_entry(config.data.name).published
+        published = find_entry(data_name(config.data)).published
         images = round((published[1] if published else 0) * (1 - config.data.val_fraction))
         seconds += images * config.epochs / speed
     return len(jobs), seconds, sources
