@@ -52,12 +52,12 @@ class RankBench:
 
 
 @torch.no_grad()
-def ranks(model: CovarianceNet, images: Tensor) -> Tensor:
-    """Number of eigenvalues of the covariance of each image above the rounding error of the largest, (B,)."""
+def ranks(model: CovarianceNet, features: Tensor) -> Tensor:
+    """Number of eigenvalues of the covariance of each feature map above the rounding error of the largest, (B,)."""
     head = model.head
     if not isinstance(head, SpectralHead):
         raise ArgumentError("checkpoint", "must have a head with eigenvalues", type(head).__name__)
-    pooled, _ = model.split_features(model.forward_features(images))
+    pooled, _ = model.split_features(features)
     values = head.eigenvalues(head.reduce(pooled)).double()
     return (values > rounding_floor(values)).sum(-1)
 
@@ -72,11 +72,15 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
     channels = model.head.channels
     subsets = ("all", f"top:{channels - small_part(channels)}", f"last:{small_part(channels)}")
     numbers: list[Tensor] = []
+    right: list[Tensor] = []
     same: dict[tuple[str, str, str], int] = {}
 
     def attribute(model: CovarianceNet, batch: Tensor, subsets: Any, rules: Any, **options: Any) -> Any:
         if options["cut"] == config.cuts[0]:
-            numbers.append(ranks(model, batch).cpu())
+            with torch.no_grad():
+                features = model.forward_features(batch)
+                right.append((model.forward_head(features).argmax(-1) == options["target"]).cpu())
+            numbers.append(ranks(model, features).cpu())
         results = attribute_rules(model, batch, subsets, rules, **options)
         for rule, result in results.items():
             for name, maps in result.maps.items():
@@ -91,7 +95,7 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
         result = survey(model, batches, subsets, config.rules, cut=cut, measures=MEASURES, attribute=attribute)
         for rule in config.rules:
             for name in subsets[1:]:
-                row: dict[str, Any] = {"run": trained.path.name, "img_size": trained.image_size}
+                row: dict[str, Any] = {"img_size": trained.image_size}
                 row |= {"positions": first[0, 0].numel(), "channels": channels, "images": count}
                 row |= {"rule": rule, "cut": cut, "subset": name, "identical_maps": same[rule, cut, name]}
                 for key in MEASURES:
@@ -99,22 +103,19 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
                     row |= {key: summary.mean, f"{key}_error": summary.standard_error, f"{key}_images": summary.n}
                 rows.append(row)
     number = torch.cat(numbers)
-    about = {
-        "rank_lowest": int(number.min()),
-        "rank_median": float(number.double().median()),
-        "rank_highest": int(number.max()),
-    }
+    about = {"rank_lowest": int(number.min()), "rank_median": float(number.double().median())}
+    about |= {"rank_highest": int(number.max()), "top1": round(100 * torch.cat(right).double().mean().item(), 4)}
     return [{**row, **about} for row in rows]
 
 
 def run(config: RankBench) -> None:
     """``python -m benchmarks rank``."""
-    device, rows = pick_device(config.device), []
+    device, rows = pick_device(config.device), list[measure.Row]()
     for checkpoint in config.checkpoint:
-        for size in config.img_sizes or [None]:
+        for size in config.img_sizes or (None,):
             trained = open_run(checkpoint).with_transforms(None, size)
             trained.model.to(device)
-            rows += measure_run(trained, config)
+            rows += [{"run": Path(checkpoint).name, **row} for row in measure_run(trained, config)]
     path = Path(config.out)
     measure.save(path, rows, device)
     columns = ["run", "img_size", "positions", "rank_highest", "rule", "cut", "subset", "identical_maps", "corr", "mae"]

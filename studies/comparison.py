@@ -181,7 +181,7 @@ def recipe_rows(setup: Setup) -> list[Row]:
     """The base and each setting that changes it, with the runs on 90 % of the training images alone."""
     own = TEXTS["recipe"]["rows"]
     file = setup.options.settings
-    settings = {BASE: {}} | dict(own["settings"] if file is None else read_mapping(file))
+    settings: dict[str, Any] = {BASE: {}} | dict(own["settings"] if file is None else read_mapping(file))
     for name, changes in settings.items():
         if not re.fullmatch(r"[A-Za-z0-9._+-]+", str(name)):
             raise ArgumentError("settings", "must have names of letters, digits, '.', '_', '+' and '-'", name)
@@ -219,13 +219,18 @@ def recipe_report(setup: Setup, rows: Sequence[Row]) -> Report:
         records = {row.method: _setting_records(setup, row) for row in own}
         values = {name: _mean_accuracies(each) for name, each in records.items()}
         texts = {row.method: _options_text(row, own) for row in own}
-        for size, accuracies in _at_sizes(records.get(BASE, [])).items():
-            name = f"{BASE}, test at {size} pixels"
-            records[name], values[name], texts[name] = records[BASE], accuracies, f"evaluate --img_size {size}"
+        for pixels, accuracies in _at_sizes(records.get(BASE, [])).items():
+            name = f"{BASE}, test at {pixels} pixels"
+            records[name], values[name], texts[name] = records[BASE], accuracies, f"evaluate --img_size {pixels}"
         lines, differences = [], dict[str, Difference]()
         for name, accuracies in values.items():
             line = {"setting": name}
-            columns = {"data": TITLES[data], "setting": name, "options": texts[name], "scale": setup.options.scale}
+            columns: dict[str, Any] = {
+                "data": TITLES[data],
+                "setting": name,
+                "options": texts[name],
+                "scale": setup.options.scale,
+            }
             columns |= {"reader": readers(records[name]), "n": len(records[name])}
             for key, title in SPLIT_TITLES.items():
                 pair = None

@@ -212,9 +212,11 @@ def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
 def _modern(options: StudyOptions, backbone: str, dataset: str) -> Train:
     cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
     changes: dict[str, Any] = {f"model.{key}": value for key, value in _network(options, backbone).items()}
-    changes |= {"model.head": "mpncov", "data.name": dataset, "cache": "device", "check_images": False, "eval_every": 100}
-    changes |= {"compile": cuda, "cuda_graphs": cuda}
-    return load_recipe(modern_recipe(dataset), changes)
+    changes |= {"model.head": "mpncov", "data.name": dataset, "check_images": False, "eval_every": 100, "compile": cuda}
+    run = load_recipe(modern_recipe(dataset), changes)
+    # the augmentation of timm needs the CPU, and a graph overwrites gradients that are accumulated
+    cache = "none" if run.data.transforms.kind == "timm" else "device"
+    return replace(run, cache=cache, cuda_graphs=cuda and run.accumulate == 1)
 
 
 def _paper(options: StudyOptions, backbone: str, dataset: str) -> Train:

@@ -18,13 +18,10 @@ def test_ranks_are_those_of_the_centred_features(side, channels):
     torch.manual_seed(0)
     options = {"dtype": "float64"}
     model = eg.create_model("test_resnet", "mpncov", num_classes=3, reduce=channels, head_options=options).eval()
-    images = torch.randn(3, 3, 32, 32)
+    features = torch.randn(3, model.num_features, side, side)
+    outcome = ranks(model, features)
     with torch.no_grad():
-        model.forward_features = lambda batch: torch.randn(len(batch), model.num_features, side, side)
-        torch.manual_seed(1)
-        outcome = ranks(model, images)
-        torch.manual_seed(1)
-        features = model.head.reduce(model.forward_features(images)).flatten(2).double()
+        features = model.head.reduce(features).flatten(2).double()
     centred = features - features.mean(-1, keepdim=True)
     expected = [np.linalg.matrix_rank(each.numpy(), tol=1e-9 * np.linalg.norm(each, 2)) for each in centred]
     assert outcome.tolist() == expected
@@ -33,7 +30,7 @@ def test_ranks_are_those_of_the_centred_features(side, channels):
 
 def test_a_head_without_eigenvalues_is_refused():
     with pytest.raises(ArgumentError):
-        ranks(eg.create_model("test_resnet", "gap", num_classes=3).eval(), torch.randn(1, 3, 32, 32))
+        ranks(eg.create_model("test_resnet", "gap", num_classes=3).eval(), torch.randn(1, 8, 4, 4))
 
 
 @pytest.mark.filterwarnings("ignore::eigengrain.errors.ShortRankWarning")
@@ -42,17 +39,23 @@ def test_maps_of_the_large_eigenvalues_are_those_of_all_where_the_rank_is_low(tm
     words += " --workers 0 --device cpu --quiet"
     options = ["--data.options", "{per_class: 6}", "--out", str(tmp_path / "run")]
     assert eigengrain_main([*words.split(), *options]) == 0
-    config = {"count": 5, "batch_size": 3, "cuts": ["exact"], "device": "cpu", "out": str(tmp_path / "rank.csv")}
+    evaluate = ["evaluate", "--checkpoint", str(tmp_path / "run"), "--img_size", "32", "--device", "cpu", "--quiet"]
+    assert eigengrain_main(evaluate) == 0
+    config = {"count": 1000, "batch_size": 3, "cuts": ["exact"], "device": "cpu", "out": str(tmp_path / "rank.csv")}
     rank.run(RankBench([str(tmp_path / "run")], [32, 96], **config))
     with (tmp_path / "rank.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [(row["img_size"], row["rule"], row["subset"]) for row in rows] == [
         (size, rule, subset) for size in ("32", "96") for rule in ("vanilla", "deconv") for subset in ("top:16", "last:4")
     ]
+    images = int(rows[0]["images"])
     low, high = ([row for row in rows if row["img_size"] == size] for size in ("32", "96"))
     assert int(low[0]["positions"]) <= 16 < int(high[0]["rank_lowest"])
     assert int(low[0]["rank_highest"]) < int(low[0]["positions"])
+    with (tmp_path / "run" / "evaluation.csv").open() as file:
+        [score] = csv.DictReader(file)
+    assert float(low[0]["top1"]) == pytest.approx(float(score["top1"]), abs=1e-3)
     large = [row for row in low if row["subset"] == "top:16"]
-    assert all(int(row["identical_maps"]) == int(row["images"]) == 5 for row in large)
+    assert all(int(row["identical_maps"]) == int(row["images"]) == images for row in large)
     assert all(float(row["mae"]) == 0 for row in large)
     assert all(int(row["identical_maps"]) == 0 for row in high)
