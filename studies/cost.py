@@ -6,9 +6,10 @@ from dataclasses import replace
 from statistics import median
 
 from eigengrain.data.datasets.registry import find_entry
+from eigengrain.training.config import Train
 from studies.runs import Job, Record, data_name, rate_jobs, run_records
 from studies.settings import NETWORKS, network_name
-from studies.study import Setup, Study
+from studies.study import Row, Setup, Study
 
 #: images per second in training of ResNet-50 with MPN-COV at 448 pixels, last stride 1, on one NVIDIA H200; compiled at
 #: scale small
@@ -38,7 +39,7 @@ def simulate(study: Study, setup: Setup) -> list[Job]:
         job.name
         for row in rows
         for suffix in (setup.suffix, f"{setup.suffix}-gcp")
-        for job in rate_jobs(setup.config(row, row.rate_options), setup.grid(row)[1:2], suffix)
+        for job in rate_jobs(_at_search(row, setup), setup.grid(row)[1:2], suffix)
     }
     records: dict[str, Record] = {}
     jobs: dict[str, Job] = {}
@@ -48,6 +49,11 @@ def simulate(study: Study, setup: Setup) -> list[Job]:
             jobs[job.name] = job
             records[job.name] = {"scores": {"val_top1": 60.0 if job.name in middle else 50.0}}
     return list(jobs.values())
+
+
+def _at_search(row: Row, setup: Setup) -> Train:
+    config = setup.config(row, row.rate_options)
+    return config if row.search_only else replace(config, epochs=setup.options.search_epochs or config.epochs)
 
 
 def estimate_cost(study: Study, setup: Setup, speeds: Speeds) -> tuple[int, float, set[str]]:

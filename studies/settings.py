@@ -46,6 +46,7 @@ class StudyOptions:
         rates: learning rates of the classifier, as multiples of that of the backbone, from which the fair protocol chooses;
             divided by c² for a head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or
             the highest is best, a third or three times of it is tried too, and so on. A single rate is used as it is.
+        search_epochs: number of epochs of the runs for this choice; that of the other runs by default.
         weights: file with the weights of ResNet-50, or folder with a file per backbone, such as resnet101.safetensors,
             vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
             downloaded.
@@ -73,6 +74,7 @@ class StudyOptions:
     settings: str | None = None
     seeds: list[int] | None = None
     rates: list[float] = field(default_factory=lambda: [3.0, 10.0, 20.0])
+    search_epochs: int | None = None
     weights: str | None = None
     stride_on: str | None = None
     seconds: float | None = None
@@ -94,7 +96,8 @@ class StudyOptions:
                 raise ArgumentError(name, "must be a list of one or more different values", values)
         least = {"seeds": min(self.seeds or [0]), "workers": self.workers}
         above = {"rates": min(self.rates)}
-        above |= {name: value for name in ("epochs", "img_size", "seconds") if (value := getattr(self, name)) is not None}
+        optional = ("epochs", "img_size", "search_epochs", "seconds")
+        above |= {name: value for name in optional if (value := getattr(self, name)) is not None}
         for name, value in (least | above).items():
             if value < 0 or (value == 0 and name in above):
                 raise ArgumentError(name, "must be above 0" if name in above else "must be at least 0", getattr(self, name))

@@ -252,6 +252,8 @@ class Setup:
         config, suffix = self._start(row, weights)
         if row.rate_options is not None:
             config = self.config(row, row.rate_options)
+        if not row.search_only:
+            config = replace(config, epochs=self.options.search_epochs or config.epochs)
         grid = self.grid(row)
         if len(grid) == 1 and not row.search_only:
             return [], grid[0]

@@ -11,6 +11,7 @@ from scipy import stats
 from studies.__main__ import main
 from studies.all_studies import find_study
 from studies.comparison import Difference, difference_of_proportions, paired_difference
+from studies.cost import estimate_cost
 from studies.runs import Job, data_name, describe_run, job_name, run_jobs
 from studies.settings import StudyOptions, base_config, find_images, has_recipe, modern_recipe
 from studies.study import Setup
@@ -110,6 +111,22 @@ def test_a_single_rate_is_not_searched(tmp_path):
     assert [(job.rate, job.config.seed, job.config.data.val_fraction) for job in jobs] == [(1, 0, 0), (1, 1, 0)]
 
 
+def test_rates_may_be_chosen_by_shorter_runs(tmp_path):
+    setup = setup_of(tmp_path, seeds=(0,), search_epochs=5)
+    [row] = [row for row in find_study("branch").rows(setup) if row.head == "mpncov"]
+    for job, val in zip(setup.jobs(row, "fair"), (70.0, 72.0, 71.0), strict=True):
+        assert (job.config.epochs, job.config.data.val_fraction) == (5, 0.1)
+        write(setup, job, 50.0, val)
+    [final] = setup.jobs(row, "fair")[3:]
+    assert (final.rate, final.config.epochs, final.config.data.val_fraction) == (1, 40, 0)
+    count, seconds, _ = estimate_cost(
+        find_study("branch"), replace(setup, options=replace(setup.options, heads=["mpncov"])), {}
+    )
+    assert (count, round(seconds)) == (4, round((3 * 5 * round(0.9 * 5994) + 40 * 5994) / 1000))
+    [base, *_] = find_study("recipe").rows(setup)
+    assert setup.search(base)[0][0].config.epochs == 40
+
+
 def test_scale_modern_is_the_recipe(tmp_path):
     run = base_config(StudyOptions(scale="modern", weights="resnet50.safetensors", device="cpu"), "resnet50", "cub")
     recipe = load_recipe("birds-resnet50-modern")
@@ -146,7 +163,7 @@ def test_other_lengths_and_sizes_have_other_names(tmp_path):
     assert names[2] == "resnet50-mpncov-calibrated-224px-x1-e3-all-s0"
     [job] = small_images.jobs(row, "fair")
     assert (job.config.epochs, job.config.data.transforms.img_size, job.config.data.transforms.resized) == (3, 224, 224)
-    for name in ("epochs", "img_size"):
+    for name in ("epochs", "img_size", "search_epochs"):
         with pytest.raises(ArgumentError) as error:
             StudyOptions(**{name: 0})
         assert error.value.argument == name
