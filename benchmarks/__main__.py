@@ -12,6 +12,7 @@ from benchmarks import (
     gradients,
     heads,
     loader,
+    rank,
     solvers,
     step,
     unfamiliar,
@@ -31,6 +32,7 @@ _TABLE: dict[str, tuple[type[Any], Callable[[Any], int | None], str]] = {
     "loader": (loader.LoaderBench, loader.run, "--images 64 --size 224 --workers 2"),
     "compare_released": (compare_released.CompareReleased, compare_released.run, "--fast-mpn-cov PATH --batch 10"),
     "unfamiliar": (unfamiliar.UnfamiliarBench, unfamiliar.run, "--checkpoint runs/mine --images photos"),
+    "rank": (rank.RankBench, rank.run, "--checkpoint runs/mine --count 100"),
     "explorer_load": (explorer_load.ExplorerLoad, explorer_load.run, "--visitors 50 --seconds 60"),
 }
 COMMANDS = [

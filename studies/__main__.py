@@ -18,7 +18,7 @@ from studies.all_studies import STUDIES, find_study
 from studies.cost import STATED_FOR, estimate_cost, recorded_speeds
 from studies.report import Result, make_result, show, terminal_table, write_files, write_page
 from studies.runs import run_jobs
-from studies.settings import ACTIONS, SHORT, TITLES, StudyOptions
+from studies.settings import ACTIONS, SHORT, TITLES, StudyOptions, find_images
 from studies.study import Setup, Study, Table, check_names
 
 PROGRAM = "python -m studies"
@@ -48,6 +48,8 @@ def run(options: StudyOptions) -> int:
     console = output.console()
     studies = list(STUDIES) if options.name in ACTIONS else [find_study(options.name)]
     check_names(options, [row for study in studies for row in study.all_rows(Setup(options))])
+    if options.settings is not None and not any(study.name == "recipe" for study in studies):
+        raise ArgumentError("settings", "is only used by the study recipe", options.settings, "leave it out")
     for name in ("records", "weights"):
         path = getattr(options, name)
         if path is not None and not Path(path).expanduser().exists():
@@ -97,12 +99,12 @@ def available_datasets(options: StudyOptions, studies: Sequence[Study]) -> tuple
         raise ArgumentError("data", "must be the folder of the images", remedy="or use {scale} smoke, or {only_report}")
     if options.datasets is not None:
         for name in options.datasets:
-            open_dataset(name, options.data, split="train")
+            open_dataset(*find_images(options.data, name), split="train")
         return tuple(options.datasets)
     available = []
     for name in names:
         with suppress(LayoutError):
-            open_dataset(name, options.data, split="train")
+            open_dataset(*find_images(options.data, name), split="train")
             available.append(name)
     if not available:
         titles = ", ".join(f"{name} ({TITLES[name]})" for name in names)

@@ -3,7 +3,7 @@
 from functools import partial
 
 from eigengrain.errors import UnknownName
-from studies import accuracy, learning, spectra, speed
+from studies import accuracy, comparison, learning, spectra, speed
 from studies.accuracy import COVARIANCE_HEADS, accuracy_report, table_rows
 from studies.settings import ACTIONS, FINE_GRAINED, PAPER, TEXTS
 from studies.study import MakeReport, MakeRows, Study
@@ -11,6 +11,8 @@ from studies.study import MakeReport, MakeRows, Study
 #: rows that are not in the file
 _ROWS: dict[str, MakeRows] = {
     "gcp-methods": accuracy.gcp_methods,
+    "branch": comparison.branch_rows,
+    "recipe": comparison.recipe_rows,
     "truncation": learning.truncation_rows,
     "rates": learning.rate_rows,
     "calibration": learning.calibration_rows,
@@ -27,6 +29,8 @@ _REPORTS: dict[str, MakeReport] = {
     "subset-accuracy": spectra.subset_report,
     "similarity": spectra.similarity_report,
     "gcp-methods": accuracy.gcp_methods_report,
+    "branch": comparison.branch_report,
+    "recipe": comparison.recipe_report,
     "truncation": learning.truncation_report,
     "rates": learning.rate_report,
     "calibration": learning.calibration_report,

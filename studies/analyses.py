@@ -1,7 +1,7 @@
 """Measurements on a trained network: spectra of its covariances, accuracy and maps with parts of them."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,9 @@ from eigengrain.functional.subsets import small_part
 from eigengrain.models import CovarianceNet
 from eigengrain.models.mixed_precision import MixedPrecision
 from eigengrain.training.config import Train
+from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import evaluate
+from eigengrain.training.setup import Sources, make_loaders
 
 #: quantiles over images in the records
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)
@@ -26,12 +28,13 @@ SURVEYED = 2000
 
 @dataclass(frozen=True)
 class Trained:
-    """A finished run: the network in evaluation mode, the test images, their batches, and the options."""
+    """A finished run: the network in evaluation mode, the test images, their batches, the options, and all images."""
 
     model: CovarianceNet
     images: ImageSet
     batches: Iterable[tuple[Tensor, Tensor]]
     config: Train
+    sources: Sources
 
 
 @torch.inference_mode()
@@ -140,8 +143,32 @@ def similarity(trained: Trained) -> dict[str, Any]:
     return {"images": len(images), "target": "label", "rows": rows}
 
 
+def size_accuracy(trained: Trained) -> dict[str, Any]:
+    """Accuracy on validation and test images that are larger than those of the training."""
+    model, config, transforms = trained.model, trained.config, trained.config.data.transforms
+    process, result = Process(next(model.parameters()).device), {}
+    for size in larger_sizes(transforms.img_size):
+        data = replace(config.data, transforms=transforms.at_size(size))
+        loaders = make_loaders(trained.sources, model, replace(config, data=data, cache="none"), process)
+        splits = {name: images for name in ("val", "test") if (images := getattr(loaders, name)) is not None}
+        scores = {name: evaluate(model, images, process, **config.precision)[0] for name, images in splits.items()}
+        result[str(size)] = {f"{name}_top1": score.top1 for name, score in scores.items()}
+    return result
+
+
+def larger_sizes(img_size: int) -> list[int]:
+    """Sizes of test images in pixels, 1/7 and 2/7 above that of the training.
+
+    Example:
+        >>> larger_sizes(448)
+        [512, 576]
+    """
+    return [round(img_size * share / 7) for share in (8, 9)]
+
+
 ANALYSES: dict[str, Callable[[Trained], dict[str, Any]]] = {
     "spectrum": spectrum,
     "subset-accuracy": subset_accuracy,
     "similarity": similarity,
+    "size-accuracy": size_accuracy,
 }

@@ -6,13 +6,14 @@ from dataclasses import replace
 from statistics import median
 
 from eigengrain.data.datasets.registry import find_entry
-from studies.runs import Job, Record, rate_jobs, run_records
+from eigengrain.training.config import Train
+from studies.runs import Job, Record, data_name, rate_jobs, run_records
 from studies.settings import NETWORKS, network_name
-from studies.study import Setup, Study
+from studies.study import Row, Setup, Study
 
 #: images per second in training of ResNet-50 with MPN-COV at 448 pixels, last stride 1, on one NVIDIA H200; compiled at
 #: scale small
-STATED = {"quick": 1000.0, "small": 1000.0, "paper": 331.0}
+STATED = {"quick": 1000.0, "small": 1000.0, "modern": 1000.0, "paper": 331.0}
 STATED_FOR = "one NVIDIA H200 (ResNet-50 as measured, other backbones by a rough guess)"
 #: seconds of a run of scale smoke, most of which is not training
 SMOKE_RUN = 0.3
@@ -37,8 +38,8 @@ def simulate(study: Study, setup: Setup) -> list[Job]:
     middle = {
         job.name
         for row in rows
-        for suffix in ("", "-gcp")
-        for job in rate_jobs(setup.config(row, row.rate_options), setup.grid(row)[1:2], suffix)
+        for suffix in (setup.suffix, f"{setup.suffix}-gcp")
+        for job in rate_jobs(_at_search(row, setup), setup.grid(row)[1:2], suffix)
     }
     records: dict[str, Record] = {}
     jobs: dict[str, Job] = {}
@@ -48,6 +49,11 @@ def simulate(study: Study, setup: Setup) -> list[Job]:
             jobs[job.name] = job
             records[job.name] = {"scores": {"val_top1": 60.0 if job.name in middle else 50.0}}
     return list(jobs.values())
+
+
+def _at_search(row: Row, setup: Setup) -> Train:
+    config = setup.config(row, row.rate_options)
+    return config if row.search_only else replace(config, epochs=setup.options.search_epochs or config.epochs)
 
 
 def estimate_cost(study: Study, setup: Setup, speeds: Speeds) -> tuple[int, float, set[str]]:
@@ -61,7 +67,7 @@ def estimate_cost(study: Study, setup: Setup, speeds: Speeds) -> tuple[int, floa
         speed = speeds.get((backbone, size, config.amp))
         sources.add("records" if speed else "stated")
         speed = speed or STATED[setup.options.scale] * (448 / size) ** 2 / NETWORKS[backbone].cost
-        published = find_entry(config.data.name).published
+        published = find_entry(data_name(config.data)).published
         images = round((published[1] if published else 0) * (1 - config.data.val_fraction))
         seconds += images * config.epochs / speed
     return len(jobs), seconds, sources

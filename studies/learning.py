@@ -167,7 +167,7 @@ def rate_report(setup: Setup, rows: Sequence[Row]) -> Report:
     searches: list[tuple[Row, float | None, dict[float, Record | None]]] = []
     for row in rows:
         jobs, best = setup.search(row)
-        runs = [*jobs, *rate_jobs(setup.config(row), row.more_rates)]
+        runs = [*jobs, *rate_jobs(setup.config(row), row.more_rates, setup.suffix)]
         searches.append((row, best, {job.rate: setup.record(job) for job in runs}))
     used = [search for search in searches if any(search[2].values())] or searches
     csv: list[dict[str, Any]] = []

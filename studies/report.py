@@ -106,6 +106,10 @@ def command(study: Study, options: StudyOptions) -> str:
     named = {key: [name for name in getattr(options, key) or () if any(name in names for names in own)] for key in NAMES}
     named["seeds"] = [str(seed) for seed in options.seeds or ()]
     named["rates"] = [f"{rate:g}" for rate in options.rates] if options.rates != StudyOptions().rates else []
+    named |= {
+        key: [str(value)] for key in ("epochs", "img_size", "search_epochs") if (value := getattr(options, key)) is not None
+    }
+    named["settings"] = ["FILE"] if options.settings is not None and study.name == "recipe" else []
     return " ".join([*words, *(f"--{option} {','.join(values)}" for option, values in named.items() if values)])
 
 

@@ -25,8 +25,9 @@ from eigengrain.environment import describe, pick_device
 from eigengrain.errors import Diverged, FileError
 from eigengrain.files import check_file, read_json
 from eigengrain.models import from_pretrained
+from eigengrain.names import SPLITS
 from eigengrain.training.checkpoint import BEST, LAST, write_atomically
-from eigengrain.training.config import Train, differences, to_mapping
+from eigengrain.training.config import Data, Train, differences, to_mapping
 from eigengrain.training.distributed import Process, join
 from eigengrain.training.loop import train
 from eigengrain.training.setup import make_loaders, open_sources
@@ -245,7 +246,8 @@ def run_job(job: Job, folder: Path, record: Record | None = None, decoded: Decod
             output.stderr_console().print(f"diverged, and recorded: {error.event}", markup=False)
             record |= {"select": config.select, "epoch": None, "scores": {}, "diverged": error.event}
         record |= {"seconds": round(time.perf_counter() - start, 1), "epochs": read_summary(out / "summary.csv")}
-        record |= {"environment": describe(pick_device(config.device)), "analyses": {}}
+        counts = {split: len(images) for split in SPLITS if (images := getattr(sources, split)) is not None}
+        record |= {"images": counts, "environment": describe(pick_device(config.device)), "analyses": {}}
     write_record(record, folder)  # the training is not lost if an analysis fails
     for checkpoint in (LAST, BEST):  # only now: writing the record may fail
         (out / checkpoint).unlink(missing_ok=True)
@@ -256,7 +258,7 @@ def run_job(job: Job, folder: Path, record: Record | None = None, decoded: Decod
         if config.channels_last:
             model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         test = make_loaders(sources, model, config, Process(device)).test
-        trained = Trained(model.eval(), test.dataset, test, config)
+        trained = Trained(model.eval(), test.dataset, test, config, sources)
         for name in missing:
             record = record | {"analyses": record["analyses"] | {name: ANALYSES[name](trained)}}
             write_record(record, folder)
@@ -290,15 +292,22 @@ def with_head(base: Train, head: str, rate: float | None = None) -> Train:
     return replace(base, model=replace(base.model, head=head), optimiser=optimiser)
 
 
+def data_name(data: Data) -> str:
+    """Name of the data set; with the reader ``folder`` it is that of its folder, see ``settings.find_images``."""
+    return Path(data.root or "").name if data.name == "folder" else data.name
+
+
 def job_name(config: Train, suffix: str = "") -> str:
-    """Name of a run, different for different runs of a study. Birds are not named.
+    """Name of a run, different for different runs of a study. Birds are not named, and of recipes only those of a kind.
 
     Example:
         >>> job_name(Train(epochs=15, seed=1))
         'resnet50-mpncov+seb-x1-e15-all-s1'
     """
     model = config.model
-    images = "" if config.data.name == "cub" else f"{config.data.name}-"
+    data = data_name(config.data)
+    kind = "" if config.recipe is None else f"{config.recipe.rpartition('-')[2]}-"
+    images = kind + ("" if data == "cub" else f"{data}-")
     part = ("val" if config.data.val_fraction else "all") + ("-best" if config.select == "best-test" else "")
     options = "".join(f"-{key}={value}" for key, value in sorted(model.head_options.items())).replace(":", "")
     options += "" if config.clip_grad is None else f"-clip{config.clip_grad:g}"
@@ -313,7 +322,7 @@ def job_name(config: Train, suffix: str = "") -> str:
 
 def rate_jobs(config: Train, rates: Sequence[float], suffix: str = "") -> list[Job]:
     """A run at each rate without the validation images, with the seed of the config."""
-    held_out = replace(config, data=replace(config.data, val_fraction=VALIDATION))
+    held_out = replace(config, data=replace(config.data, val_fraction=config.data.val_fraction or VALIDATION))
     runs = [with_head(held_out, config.model.head, rate) for rate in rates]
     return [Job(job_name(run, suffix), run) for run in runs]
 

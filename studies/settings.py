@@ -10,13 +10,14 @@ import torch
 from eigengrain.data import Transforms
 from eigengrain.errors import ArgumentError, UnknownName
 from eigengrain.models.weights import TORCH_SUFFIXES
+from eigengrain.recipes import list_recipes
 from eigengrain.training.config import Data, Schedule, Train, from_mapping, load_recipe
 from eigengrain.yaml_files import read_mapping
 
 ACTIONS = ("list", "all", "report")
-SCALES = ("smoke", "quick", "small", "paper")
+SCALES = ("smoke", "quick", "small", "modern", "paper")
 #: scales with a part of the rows of a table, unless they are named
-SHORT = ("quick", "small")
+SHORT = ("quick", "small", "modern")
 PROTOCOLS = ("fair", "paper", "both")
 
 
@@ -28,19 +29,24 @@ class StudyOptions:
         name: name of a study; or list (all studies with their cost), all (one after the other), report (one page of all
             results).
         data: folder with the data sets, each in its own folder, or that of one data set; 'eigengrain datasets' shows their
-            layout. A smoke run draws its images.
-        scale: smoke (a small network on drawn birds, seconds), quick (7 epochs at 224 pixels), small (15 epochs)
-            or paper (the recipes of the paper).
+            layout. A folder with the name of a data set, such as cars, may also have train/CLASS and test/CLASS instead.
+            A smoke run draws its images.
+        scale: smoke (a small network on drawn birds, seconds), quick (7 epochs at 224 pixels), small (15 epochs),
+            modern (the recipes DATA-resnet50-modern, for the data sets that have one) or paper (the recipes of the paper).
+        epochs: number of epochs, in place of that of the scale.
+        img_size: size of the images in pixels, in place of that of the scale.
         protocol: fair (each method at its own best classifier rate, chosen on validation images, last epoch), paper (one
             rate for all, best test epoch) or both.
         datasets: such as [cub,cars]; all of the study by default, of which those in the folder are trained.
-        backbones: such as [resnet50,vgg16]; all of the study by default, at scales quick and small a few.
-        heads: such as [mpncov,mpncov+seb]; all of the study by default, at scales quick and small a few.
-        seeds: seeds of the runs that are tested; [0,1,2] by default, [0] at scale smoke, and at scale small except for
-            gcp-methods and paths.
+        backbones: such as [resnet50,vgg16]; all of the study by default, a few at scales quick, small and modern.
+        heads: such as [mpncov,mpncov+seb]; all of the study by default, a few at scales quick, small and modern.
+        settings: YAML file with other settings for the study recipe: names, each with dotted options of 'eigengrain train'.
+        seeds: seeds of the runs that are tested; [0,1,2] by default, [0] at scales smoke and quick, and at scales small
+            and modern except for branch, gcp-methods and paths.
         rates: learning rates of the classifier, as multiples of that of the backbone, from which the fair protocol chooses;
             divided by c² for a head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or
-            the highest is best, a third or three times of it is tried too, and so on.
+            the highest is best, a third or three times of it is tried too, and so on. A single rate is used as it is.
+        search_epochs: number of epochs of the runs for this choice; that of the other runs by default.
         weights: file with the weights of ResNet-50, or folder with a file per backbone, such as resnet101.safetensors,
             vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
             downloaded.
@@ -59,12 +65,16 @@ class StudyOptions:
     name: str = "list"
     data: str | None = None
     scale: str = "small"
+    epochs: int | None = None
+    img_size: int | None = None
     protocol: str = "fair"
     datasets: list[str] | None = None
     backbones: list[str] | None = None
     heads: list[str] | None = None
+    settings: str | None = None
     seeds: list[int] | None = None
     rates: list[float] = field(default_factory=lambda: [3.0, 10.0, 20.0])
+    search_epochs: int | None = None
     weights: str | None = None
     stride_on: str | None = None
     seconds: float | None = None
@@ -85,7 +95,9 @@ class StudyOptions:
             if values is not None and (not values or len(set(values)) != len(values)):
                 raise ArgumentError(name, "must be a list of one or more different values", values)
         least = {"seeds": min(self.seeds or [0]), "workers": self.workers}
-        above = {"rates": min(self.rates), "seconds": 1 if self.seconds is None else self.seconds}
+        above = {"rates": min(self.rates)}
+        optional = ("epochs", "img_size", "search_epochs", "seconds")
+        above |= {name: value for name in optional if (value := getattr(self, name)) is not None}
         for name, value in (least | above).items():
             if value < 0 or (value == 0 and name in above):
                 raise ArgumentError(name, "must be above 0" if name in above else "must be at least 0", getattr(self, name))
@@ -140,15 +152,41 @@ def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
         part = "smoke" if options.scale == "smoke" else {"plumage": "drawn", FIRST: "drawn_first"}[dataset]
         part += "_vit" * NETWORKS[backbone].transformer
         return replace(from_mapping(SETTINGS[part]), device=options.device)
-    run = (_small if options.scale in SHORT else _paper)(options, backbone, dataset)
-    run = replace(run, data=replace(run.data, root=options.data), device=options.device, workers=options.workers)
-    return at_size(run, run.data.transforms.img_size) if NETWORKS[backbone].transformer else run
+    run = {"modern": _modern, "paper": _paper}.get(options.scale, _small)(options, backbone, dataset)
+    name, root = find_images(options.data, dataset)
+    transforms = run.data.transforms if options.img_size is None else run.data.transforms.at_size(options.img_size)
+    data = replace(run.data, name=name, root=root, transforms=transforms)
+    run = replace(run, data=data, epochs=options.epochs or run.epochs, device=options.device, workers=options.workers)
+    return at_size(run, transforms.img_size) if NETWORKS[backbone].transformer else run
 
 
 def at_size(run: Train, img_size: int) -> Train:
     """The same training of a transformer, which is built for one size of the images, at another size."""
     data = replace(run.data, transforms=run.data.transforms.at_size(img_size))
     return replace(run, data=data, model=replace(run.model, img_size=img_size))
+
+
+def find_images(folder: str | None, dataset: str) -> tuple[str, str | None]:
+    """The reader of a data set and its root: the reader ``folder`` if FOLDER/DATASET has folders train and test.
+
+    Example:
+        >>> find_images("/data", "cub")
+        ('cub', '/data')
+    """
+    own = Path(folder or "").expanduser() / dataset
+    if folder is not None and (own / "train").is_dir() and (own / "test").is_dir():
+        return "folder", str(own)
+    return dataset, folder
+
+
+def has_recipe(options: StudyOptions, dataset: str) -> bool:
+    """Whether a data set can be used at the scale: at scale modern it needs a recipe."""
+    return options.scale != "modern" or dataset in ("plumage", FIRST) or modern_recipe(dataset) in list_recipes()
+
+
+def modern_recipe(dataset: str) -> str:
+    """Name of the recipe of scale modern."""
+    return f"{SETTINGS['recipes'][dataset]}-resnet50-modern"
 
 
 def network_name(backbone: str) -> str:
@@ -184,6 +222,16 @@ def _small(options: StudyOptions, backbone: str, dataset: str) -> Train:
     model = replace(run.model, **network)
     # compiling takes longer than a quick run saves
     return replace(run, data=data, model=model, optimiser=optimiser, compile=cuda and not quick, cuda_graphs=cuda)
+
+
+def _modern(options: StudyOptions, backbone: str, dataset: str) -> Train:
+    cuda = options.device.startswith("cuda") or (options.device == "auto" and torch.cuda.is_available())
+    changes: dict[str, Any] = {f"model.{key}": value for key, value in _network(options, backbone).items()}
+    changes |= {"model.head": "mpncov", "data.name": dataset, "check_images": False, "eval_every": 100, "compile": cuda}
+    run = load_recipe(modern_recipe(dataset), changes)
+    # the augmentation of timm needs the CPU, and a graph overwrites gradients that are accumulated
+    cache = "none" if run.data.transforms.kind == "timm" else "device"
+    return replace(run, cache=cache, cuda_graphs=cuda and run.accumulate == 1)
 
 
 def _paper(options: StudyOptions, backbone: str, dataset: str) -> Train:

@@ -9,7 +9,7 @@ import pandas as pd
 
 from eigengrain.data.device_cache import Decoded
 from eigengrain.errors import ArgumentError, UnknownName
-from eigengrain.training.config import Train
+from eigengrain.training.config import Train, override
 from studies import runs
 from studies.runs import Job, Record, best_rate, final_jobs, rate_jobs, run_records
 from studies.settings import (
@@ -22,11 +22,12 @@ from studies.settings import (
     StudyOptions,
     at_size,
     base_config,
+    has_recipe,
     network_name,
 )
 
 #: options in which a record may differ from the run of a report, which may be made on another machine
-_MACHINE = ("compile", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
+_MACHINE = ("compile", "data.name", "model.backbone", "model.weights", "model.pretrained", "model.stride_on")
 WEIGHTS = "model.safetensors"
 NOT_RUN = "not run"
 SMOKE_NOTE = (
@@ -59,6 +60,8 @@ class Row:
     model: Mapping[str, Any] = field(default_factory=dict)  # further options of the model
     img_size: int | None = None  # of a transformer; that of the scale by default
     every_seed: bool = False  # whether the rates are tried with every seed
+    changes: Mapping[str, Any] = field(default_factory=dict)  # dotted options of the training, for the study recipe
+    tag: str = ""  # in the names of its runs
     #: c, the length of the vector relative to MPN-COV: a vector c times as long learns as if the rate were c² times as high
     length: float = 1.0
 
@@ -109,6 +112,11 @@ class Setup:
     def folders(self) -> list[Path]:
         """Folders of records."""
         return [self.out / "records", *([Path(self.options.records).expanduser()] if self.options.records else [])]
+
+    @property
+    def suffix(self) -> str:
+        """In the names of all runs: the size of the images, if it is not that of the scale."""
+        return "" if self.options.img_size is None else f"-{self.options.img_size}px"
 
     @property
     def protocols(self) -> tuple[str, ...]:
@@ -185,7 +193,7 @@ class Setup:
         own = {**model.backbone_options, **row.model.get("backbone_options", {})}
         model = replace(model, **{**row.model, "backbone_options": own})
         clip = row.clip_grad if options is None and row.clip_grad is not None else run.clip_grad
-        return replace(run, model=model, clip_grad=clip)
+        return override(replace(run, model=model, clip_grad=clip), row.changes)
 
     def pretraining(self, row: Row, protocol: str) -> list[Job]:
         """The first runs that a row starts from; the model of the last one is kept if it is trained on all images."""
@@ -210,12 +218,12 @@ class Setup:
 
     def _start(self, row: Row, weights: Path | None = None) -> tuple[Train, str]:
         """The training options of a row at the rate of the paper, and the suffix of the names of its runs."""
-        config = self.config(row)
+        config, suffix = self.config(row), self.suffix + (f"-{row.tag}" if row.tag else "")
         if row.pretrain is None:
-            return config, ""
+            return config, suffix
         stride_on = self.config(row.first).model.stride_on
         model = replace(config.model, weights=str(weights or WEIGHTS), pretrained=False, stride_on=stride_on)
-        return replace(config, model=model), "-gcp"
+        return replace(config, model=model), f"{suffix}-gcp"
 
     def jobs(self, row: Row, protocol: str) -> list[Job]:
         """The runs of a row that can be planned so far: those at the chosen rate follow from the search."""
@@ -233,7 +241,9 @@ class Setup:
         search = [*tried, *rate_jobs(config, row.more_rates, suffix)]
         if row.every_seed:
             search += self.seeded(tried)
-        if rate is None or row.search_only:
+        if row.search_only:
+            return [replace(job, analyses=row.analyses) for job in search]
+        if rate is None:
             return search
         seeds = self.seeds[:1] if row.curve and config.eval_every > 1 else self.seeds
         return [*search, *self.finals(row, rate, seeds, weights)]
@@ -249,11 +259,13 @@ class Setup:
         config, suffix = self._start(row, weights)
         if row.rate_options is not None:
             config = self.config(row, row.rate_options)
+        if not row.search_only:
+            config = replace(config, epochs=self.options.search_epochs or config.epochs)
         grid = self.grid(row)
-        if row.rates is not None and len(grid) == 1:
+        if len(grid) == 1 and not row.search_only:
             return [], grid[0]
         jobs = rate_jobs(config, grid, suffix)
-        if self.options.scale != "smoke":
+        if self.options.scale != "smoke" and len(grid) > 1:
             while (rate := runs.further_rate(jobs, self._complete(jobs), grid)) is not None:
                 jobs += rate_jobs(config, [rate], suffix)
         return jobs, best_rate(jobs, self._complete(jobs))
@@ -360,7 +372,8 @@ class Study:
         for attribute in ("data", "backbone", "head"):
             names = getattr(options, "datasets" if attribute == "data" else f"{attribute}s")
             rows = [row for row in rows if names is None or getattr(row, attribute) in names]
-        return rows
+        rows = [row for row in rows if options.datasets is not None or has_recipe(options, row.data)]
+        return [row for row in rows if row.pretrain is None or has_recipe(options, row.first.data)]
 
     def datasets(self, setup: Setup) -> tuple[str, ...]:
         """Data sets of the rows; also ImageNet if networks are trained on it first, unless data sets are named."""
@@ -375,7 +388,7 @@ class Study:
         return replace(report, notes=[*self.notes, *report.notes, *smoke])
 
     def choose_seeds(self, options: StudyOptions) -> tuple[int, ...]:
-        count = {"smoke": 1, "quick": 1, "small": self.seeds, "paper": 3}[options.scale]
+        count = {"smoke": 1, "quick": 1, "paper": 3}.get(options.scale, self.seeds)
         return tuple(range(count) if options.seeds is None else options.seeds)
 
     def plan(self, setup: Setup) -> list[Job]:

@@ -348,8 +348,29 @@ def load_recipe(name: str, overrides: Mapping[str, Any] | None = None) -> Train:
         >>> load_recipe("birds-resnet50-paper", {"data.root": "birds", "epochs": 3}).optimiser.classifier_lr_scale
         20.0
     """
-    values = read_mapping(recipe_path(name))
-    for option, value in (overrides or {}).items():
+    return _override(read_mapping(recipe_path(name)), overrides or {})
+
+
+def override(config: Train, options: Mapping[str, Any]) -> Train:
+    """The same options with other values for some of them.
+
+    Args:
+        config: the options.
+        options: dotted option name to value.
+
+    Raises:
+        UnknownName: for an unknown option.
+        ArgumentError: for a value of the wrong type or out of range.
+
+    Example:
+        >>> override(Train(), {"optimiser.lr": 0.1, "epochs": 3}).optimiser.lr
+        0.1
+    """
+    return _override(to_mapping(config), options) if options else config
+
+
+def _override(values: dict[str, Any], options: Mapping[str, Any]) -> Train:
+    for option, value in options.items():
         *parents, last = option.split(".")
         group = values
         for parent in parents:
