@@ -31,6 +31,7 @@ C = TypeVar("C")
 Row = dict[str, Any]
 Layer = Callable[[Tensor], Tensor]
 Advance = Callable[[str], object]
+Clock = Callable[[], float]
 
 
 def ignore(name: str) -> None:
@@ -45,13 +46,13 @@ def synchronise(device: torch.device) -> None:
         torch.mps.synchronize()
 
 
-def seconds(work: Callable[[], object], device: torch.device) -> float:
+def seconds(work: Callable[[], object], device: torch.device, clock: Clock = time.perf_counter) -> float:
     """Duration of a computation on a device."""
     synchronise(device)
-    start = time.perf_counter()
+    start = clock()
     work()
     synchronise(device)
-    return time.perf_counter() - start
+    return clock() - start
 
 
 def take_turns(

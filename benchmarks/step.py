@@ -12,8 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import measure
-from benchmarks.measure import Advance, Row, ignore, synchronise
+from benchmarks.measure import Advance, Clock, Row, ignore, synchronise
 from eigengrain.environment import pick_device
+from eigengrain.errors import ArgumentError
 from eigengrain.heads import list_heads
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.create import check_backbone
@@ -46,6 +47,8 @@ class StepBench(measure.Bench):
         num_classes: classes of the classifier.
         amp: bf16 or fp16 for automatic mixed precision; the spectral part of a head stays in full precision.
         channels_last: memory format of images and convolutions.
+        cpu_time: count the time that the CPU works for this process, not the time that passes, because other work runs on
+            the machine; with OMP_NUM_THREADS=1, since the times of all threads are added.
     """
 
     backbones: list[str] | None = None
@@ -60,6 +63,11 @@ class StepBench(measure.Bench):
     num_classes: int = 200
     amp: Literal["none", "bf16", "fp16"] = "none"
     channels_last: bool = False
+    cpu_time: bool = False
+
+    @property
+    def clock(self) -> Clock:
+        return time.process_time if self.cpu_time else time.perf_counter
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,12 +80,11 @@ DEFAULTS = {"backbones": (["resnet18"], ["resnet50"]), "batch": (4, 10), "img_si
 
 
 @contextmanager
-def head_clock(module: nn.Module, device: torch.device) -> Iterator[Callable[[], float]]:
+def head_clock(module: nn.Module, device: torch.device, clock: Clock = time.perf_counter) -> Iterator[Callable[[], float]]:
     """Time a module inside a step by the clock of the device on CUDA; yields a function that returns the seconds.
 
     They are those of the last forward pass, with the backward pass if there was one, which must be finished on the device.
-    The difference to the step
-    of a cheaper head would be less exact, and would count the classifier too.
+    The difference to the step of a cheaper head would be less exact, and would count the classifier too.
 
     Example:
         >>> layer = nn.Linear(3, 2)
@@ -94,7 +101,7 @@ def head_clock(module: nn.Module, device: torch.device) -> Iterator[Callable[[],
             marks[name].record(torch.cuda.current_stream(device))
         else:
             synchronise(device)
-            marks[name] = time.perf_counter()
+            marks[name] = clock()
 
     def before(module: nn.Module, args: tuple[Tensor, ...]) -> None:
         marks.clear()
@@ -121,7 +128,15 @@ def head_clock(module: nn.Module, device: torch.device) -> Iterator[Callable[[],
 class Trainee:
     """A model with its optimiser and one mini-batch."""
 
-    def __init__(self, model: CovarianceNet, images: Tensor, targets: Tensor, amp: str = "none"):
+    def __init__(
+        self,
+        model: CovarianceNet,
+        images: Tensor,
+        targets: Tensor,
+        amp: str = "none",
+        clock: Clock = time.perf_counter,
+    ):
+        self.clock = clock
         self.model, self.images, self.targets, self.device = model, images, targets, images.device
         self.amp_dtype = AMP_DTYPES[amp]
         self.loss = Loss([1] * model.num_classes)
@@ -152,9 +167,9 @@ class Trainee:
 
     def timed(self) -> tuple[float, ...]:
         """Seconds of a step and of the head within it, then of a forward pass without gradients and of the head in it."""
-        with head_clock(self.model.head, self.device) as head_seconds:
-            step = measure.seconds(self.step, self.device), head_seconds()
-            return *step, measure.seconds(self.answer, self.device), head_seconds()
+        with head_clock(self.model.head, self.device, self.clock) as head_seconds:
+            step = measure.seconds(self.step, self.device, self.clock), head_seconds()
+            return *step, measure.seconds(self.answer, self.device, self.clock), head_seconds()
 
     @torch.no_grad()
     def positions(self) -> int:
@@ -188,7 +203,7 @@ def build(config: StepBench, backbone: str, head: str, device: torch.device) -> 
         targets = torch.randint(config.num_classes, (config.batch,))
     layout = torch.channels_last if config.channels_last else torch.contiguous_format
     model = model.to(device, memory_format=layout).train()  # type: ignore[call-overload]
-    return Trainee(model, images.to(device, memory_format=layout), targets.to(device), config.amp)
+    return Trainee(model, images.to(device, memory_format=layout), targets.to(device), config.amp, config.clock)
 
 
 #: bytes of a training step with weights and momentum: peak of the tensors, and what a CUDA device gives for them
@@ -273,6 +288,7 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
                 **dict(zip(("peak_mib", "held_mib"), (measure.ratio(count, 2**20) for count in memory[head]), strict=True)),
                 **dict(zip(("paper_seconds", "paper_mib"), paper, strict=True)),
                 **measure.pick(config, "num_classes", "repeats"),
+                "cpu_time": int(config.cpu_time),
             }
         )
     return rows
@@ -281,6 +297,8 @@ def measure_steps(config: StepBench, backbone: str, device: torch.device, advanc
 def run(config: StepBench) -> None:
     """``python -m benchmarks step``."""
     device = pick_device(config.device)
+    if config.cpu_time and device.type != "cpu":
+        raise ArgumentError("cpu_time", "must be false on other devices than the CPU", True, "leave it out")
     heads, *_ = (measure.check_names("head", names, list_heads()) for names in (config.heads, [config.reference]))
     config = replace(measure.fill(config, DEFAULTS, device), heads=heads)
     backbones = list(dict.fromkeys(config.backbones or ()))

@@ -71,6 +71,11 @@ class Row:
         return Row(FIRST if self.data == "plumage" else "imagenet", self.backbone, self.method, self.pretrain)
 
     @property
+    def has_one_rate(self) -> bool:
+        """Whether its rate is given, so that none is chosen."""
+        return self.rates is not None and len(self.rates) == 1
+
+    @property
     def title(self) -> str:
         return f"{NETWORKS[self.backbone].title}, {self.method}"
 
@@ -300,7 +305,8 @@ class Setup:
         if chosen is not None:
             rates = [chosen, *(rate for rate in rates if every_rate and rate != chosen)]
         by_rate = {rate: list(self._complete(self.finals(row, rate, self.seeds)).values()) for rate in rates}
-        return [(rate, rate == chosen, records) for rate, records in by_rate.items() if records]
+        flags = {rate: None if row.has_one_rate else rate == chosen for rate in rates}
+        return [(rate, flags[rate], records) for rate, records in by_rate.items() if records]
 
     def scores(self, row: Row, protocol: str) -> list[Score]:
         """Accuracies of a row; of several rates only while none is chosen."""

@@ -76,6 +76,45 @@ def test_a_vit_with_its_class_token():
     assert seb["ratio_to_gap"] > 0
 
 
+def test_heads_that_read_a_vit_have_its_overlapping_patches_and_their_loss():
+    tokens = {"last_stride": 2, "class_token": "beside", "reduce": "auto", "patch_stride": 12, "reference": "token"}
+    heads = ["token", "transfg", "aftrans", "svpn"]
+    rows = {row["head"]: row for row in bench.measure_steps(filled(heads=heads, **tokens), "test_vit", CPU)}
+    assert [row["class_token"] for row in rows.values()] == [None, None, None, "beside"]
+    assert {name: row["positions"] for name, row in rows.items()} == {
+        "token": 1,
+        "transfg": 1 + 2,
+        "aftrans": 2,
+        "svpn": 25,
+    }
+    student = bench.build(filled(**tokens), "test_vit", "transfg", CPU)
+    scores, added = student.model.forward_training(student.model.forward_features(student.images), student.targets)
+    expected = nn.functional.cross_entropy(scores, student.targets) + added.terms["contrast"]
+    expected.backward()
+    gradients = {name: p.grad.clone() for name, p in student.model.named_parameters() if p.grad is not None}
+    student.step()
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(student.model.get_parameter(name).grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_cpu_time_does_not_count_waiting():
+    """Nor other work on the machine."""
+    clock = trainee("gap", cpu_time=True).clock
+    assert measure.seconds(lambda: time.sleep(0.3), CPU, clock) < 0.1
+    assert measure.seconds(lambda: sum(range(1_000_000)), CPU, clock) > 1e-3
+    head = Waiting(0.3, 0.3)
+    with bench.head_clock(head, CPU, clock) as seconds:
+        head(torch.ones(3, requires_grad=True)).sum().backward()
+    assert seconds() < 0.3
+
+
+def test_cpu_time_is_for_the_cpu(monkeypatch):
+    monkeypatch.setattr(bench, "pick_device", lambda name: torch.device("meta"))
+    with pytest.raises(ArgumentError) as error:
+        bench.run(StepBench(**SMALL, cpu_time=True))
+    assert error.value.argument == "cpu_time"
+
+
 def test_the_clock_leaves_no_hooks_behind_an_error():
     head = Waiting(0.0, 0.0)
     with pytest.raises(ValueError, match="of the test"), bench.head_clock(head, CPU):

@@ -152,6 +152,9 @@ def test_transformers_at_two_sizes_with_calibrated_vectors(tmp_path):
         if row.data == "plumage":
             assert [(job.rate, job.config.seed) for job in jobs] == [(1, seed) for seed in setup.seeds]
             assert not any(job.config.data.val_fraction for job in jobs)
+            record(setup, jobs[0], 50.0)
+            [score] = setup.scores(row, "fair")
+            assert (score.rate, score.chosen, score.values) == (1, None, (50.0,))
         else:
             assert [(job.rate, job.config.data.val_fraction) for job in jobs] == [(rate, 0.1) for rate in (0.1, 0.3, 1)]
             assert run.model.weights == str(tmp_path / "deit_tiny_patch16_224.safetensors")

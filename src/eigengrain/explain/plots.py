@@ -281,7 +281,7 @@ def draw_parts(pixels: Tensor, parts: Parts, path: str | Path, names: Sequence[s
         lines.append(Line("".join(names[i : i + 1]), [Cell(_array(image)), Cell(np.asarray(drawn))]))
     count = parts.boxes.shape[1]
     kind = "region" if parts.indices is None else "patch"
-    note = f"Parts that the head selects by attention, {count} per image: each {kind} in a frame, the rest dark."
+    note = f"Parts of the image that the head selects by attention, {count} per image; each {kind} in a frame."
     return save(compose([("", ["image", "parts"])], lines, note, bar=False), path)
 
 
