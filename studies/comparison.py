@@ -154,8 +154,8 @@ def branch_report(setup: Setup, rows: Sequence[Row]) -> Report:
 
 
 def _chosen(setup: Setup, row: Row) -> list[Record]:
-    """The records at the chosen rate; none while it is not chosen."""
-    return next((records for _, chosen, records in setup.results(row, "fair") if chosen), [])
+    """The records at the chosen rate, or the only one; none while it is not chosen."""
+    return next((records for _, chosen, records in setup.results(row, "fair") if chosen is not False), [])
 
 
 def _summary(values: Sequence[float]) -> tuple[float | str, float | str, float | str]:

@@ -71,11 +71,6 @@ class Row:
         return Row(FIRST if self.data == "plumage" else "imagenet", self.backbone, self.method, self.pretrain)
 
     @property
-    def has_one_rate(self) -> bool:
-        """Whether its rate is given, so that none is chosen."""
-        return self.rates is not None and len(self.rates) == 1
-
-    @property
     def title(self) -> str:
         return f"{NETWORKS[self.backbone].title}, {self.method}"
 
@@ -293,7 +288,10 @@ class Setup:
         return replace(self, seeds=tuple(sorted(seeds)))
 
     def results(self, row: Row, protocol: str, every_rate: bool = False) -> list[tuple[float, bool | None, list[Record]]]:
-        """Rates, whether each was chosen, and records of the seeds: the chosen rate, then others with ``every_rate``."""
+        """Rates, whether each was chosen, and records of the seeds: the chosen rate, then others with ``every_rate``.
+
+        A rate that is the only one is not chosen (None).
+        """
         if row.head is None:
             return []
         if protocol == "paper":
@@ -305,7 +303,7 @@ class Setup:
         if chosen is not None:
             rates = [chosen, *(rate for rate in rates if every_rate and rate != chosen)]
         by_rate = {rate: list(self._complete(self.finals(row, rate, self.seeds)).values()) for rate in rates}
-        flags = {rate: None if row.has_one_rate else rate == chosen for rate in rates}
+        flags = {rate: rate == chosen if tried else None for rate in rates}
         return [(rate, flags[rate], records) for rate, records in by_rate.items() if records]
 
     def scores(self, row: Row, protocol: str) -> list[Score]:
