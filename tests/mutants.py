@@ -107,7 +107,7 @@ heads/drop_covariance.py
     if self.training else p → if True else p
 heads/inverse_covariance.py
     (1 - i / (iterations - 1)) → (1 - i / iterations)
-    torch.relu(-precision) - step * (penalty - gradient) → torch.relu(-precision) - step * (penalty + gradient)
+    _positive_part(-precision) - step * (penalty - gradient) → _positive_part(-precision) - step * (penalty + gradient)
     .clamp_min(d * floor).sqrt() → .sqrt()
     floor, most = 1 / (1 + ridge + penalty * d) → floor, most = 1 / (1 + ridge)
     gradient = c - inverted → gradient = start - inverted

@@ -81,11 +81,16 @@ def sparse_inverse(
             break
         inverted = _invert_by_products(floored(precision, floor), floor, most) if products else _invert(precision, floor)
         gradient = c - inverted
-        positive = torch.relu(torch.relu(precision) - step * (penalty + gradient))
-        negative = torch.relu(torch.relu(-precision) - step * (penalty - gradient))
+        positive = _positive_part(_positive_part(precision) - step * (penalty + gradient))
+        negative = _positive_part(_positive_part(-precision) - step * (penalty - gradient))
         precision = symmetric(positive - negative)
     out = precision / trace(precision).clamp_min(d * floor).sqrt()
     return out.to(P.device, output_dtype(P))
+
+
+def _positive_part(x: Tensor) -> Tensor:
+    """max(x, 0) as a threshold; a ReLU would be changed by the rules of DeConv and guided backpropagation."""
+    return torch.where(x > 0, x, 0.0)
 
 
 def _invert(matrix: Tensor, floor: float) -> Tensor:
