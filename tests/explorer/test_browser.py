@@ -272,9 +272,14 @@ def test_a_perturbation_is_started_and_stopped(visit):
     page = visit.page
     visit.open()
     page.get_by_role("tab", name="Perturb the image").click()
-    steps = page.locator("#steps input[type=number]")
-    steps.fill("1000")
-    steps.press("Enter")
+    steps, slider = (page.locator(f"#steps input[type={kind}]") for kind in ("number", "range"))
+    for _ in range(50):  # the page may not listen yet to the tab that was just opened
+        steps.fill("1000")
+        steps.press("Enter")
+        page.wait_for_timeout(100)
+        if slider.input_value() == "1000":
+            break
+    playwright.expect(slider).to_have_value("1000")
     page.locator("#start").click()
     playwright.expect(page.locator("#perturbed [data-state=RUNNING]")).to_be_visible(timeout=PATIENCE)
     page.wait_for_function("document.querySelectorAll('#perturbed polyline.loss').length > 0", timeout=PATIENCE)
