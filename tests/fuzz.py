@@ -33,9 +33,10 @@ from eigengrain.functional import EigenSubset, isqrt_covariance, sqrt_covariance
 F64 = torch.float64
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BOUND, BATCH, CONDITION, GAP = 1 + 1e-6, 1e-12, 1e6, 1e-3
+VALUE_ALONE = "products-float32"  # without a gradient
 LOW = ("eigh-float32", "gram-float32", "svd-float32")
 SPECTRAL = ("eigh", "gram", "svd", *LOW)
-ROUTES = (*SPECTRAL, "products", "newton-schulz")
+ROUTES = (*SPECTRAL, "products", VALUE_ALONE, "newton-schulz")
 KINDS = "gaussian rank copies sum dead repeated condition clusters relu sparse offset constant".split()
 
 
@@ -53,7 +54,7 @@ class Case:
     def __call__(self, x: Tensor) -> Tensor:
         if self.route == "newton-schulz":
             return isqrt_covariance(x, 5)
-        solver, dtype = self.route.removesuffix("-float32"), torch.float32 if self.route in LOW else F64
+        solver, dtype = self.route.removesuffix("-float32"), torch.float32 if self.route in (*LOW, VALUE_ALONE) else F64
         if self.together:
             subsets = ["top:1", self.subset or "all"]
             return sqrt_covariance_of_subsets(x, subsets, self.seb, self.cut, solver, dtype=dtype)[0][1]
@@ -136,7 +137,10 @@ def upstream(pick: random.Random, matrix: Tensor) -> Tensor:
 
 
 def forward_backward(case: Case, x: Tensor, g: Tensor | None, pick: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrix, upstream gradient and gradient, in float64 on the CPU."""
+    """Matrix, upstream gradient and gradient, in float64 on the CPU; a gradient of zero for a route without one."""
+    if case.route == VALUE_ALONE:
+        a = case(x).cpu().to(F64)
+        return a, torch.ones_like(a), torch.zeros_like(x, dtype=F64, device="cpu")
     x = x.clone().requires_grad_()
     a = case(x)
     g = upstream(pick, a.detach().cpu().to(F64)).to(a.dtype) if g is None else g.to(a.dtype)
@@ -161,7 +165,7 @@ def indices(mask: Tensor) -> list[int]:
 
 def comparable(case: Case, eigenvalues: Tensor) -> Tensor:
     """Samples whose result must not depend on the batch."""
-    if case.x.dtype != F64 or case.route in LOW:
+    if case.x.dtype != F64 or case.route in (*LOW, VALUE_ALONE):
         return torch.zeros(len(eigenvalues), dtype=torch.bool)
     size = eigenvalues / eigenvalues[:, :1].clamp_min(1e-300)
     ok = ((size > 1 / CONDITION) | ((size < 1e-30) & (case.route != "products"))).all(-1)
@@ -249,10 +253,10 @@ def main() -> int:
     parser.add_argument("--only", type=int, help="number of one batch to run again")
     options = parser.parse_args()
     tallies = fuzz(options.samples, options.seed, options.device, 60 * options.minutes, options.only)
-    print(f"{'route':15}{'samples':>9}{'worst ratio':>14}{'compared':>10}{'difference':>12}{'failures':>10}")
+    print(f"{'route':17}{'samples':>9}{'worst ratio':>14}{'compared':>10}{'difference':>12}{'failures':>10}")
     for route in ROUTES:
         t = tallies[route]
-        print(f"{route:15}{t.samples:9}{t.ratio:14.9f}{t.compared:10}{t.difference:12.1e}{len(t.failures):10}")
+        print(f"{route:17}{t.samples:9}{t.ratio:14.9f}{t.compared:10}{t.difference:12.1e}{len(t.failures):10}")
     failures = [failure for route in ROUTES for failure in tallies[route].failures]
     done = sum(tally.samples for tally in tallies.values())
     print(f"{done} samples, {len(failures)} failures, seed {options.seed}, {options.device}")
