@@ -29,6 +29,7 @@ functional/covariance.py
     x = x - x[..., :1] → x = x.clone()
     out[..., : d // 2, d // 2 :].mT → out[..., : d // 2, d // 2 :]
     row * d + col) → col * d + row)
+    return covariance(x / scale, dtype=dtype), scale → return covariance(x, dtype=dtype), torch.ones_like(scale)
 functional/eigen.py
     return d * torch.finfo( → return torch.finfo(
     _eigh_op(p.movedim(in_dims[0], 0), backend) → _eigh_op(p, backend)
@@ -51,7 +52,12 @@ functional/matrix_products.py
     torch.linalg.matrix_norm(p / largest, keepdim=True) * largest → torch.linalg.matrix_norm(p, keepdim=True)
     beta=c1, alpha=c2), beta=c0) → beta=c1, alpha=c2), beta=1)
     (QUINTIC[1],) * 6 → (QUINTIC[1],) * 0
+    (QUINTIC[7],) * 6 + → (QUINTIC[7],) * 3 +
+    _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps → _LARGEST_TRACE
 functional/newton_schulz.py
+    q = q * (1 + qs_by_products( → q = q * (0 + qs_by_products(
+    xc * scale.clamp_max(LARGEST_SCALE).unsqueeze(-1) → xc * scale.unsqueeze(-1)
+    if steps <= _FLOAT32_STEPS else → if steps <= 40 else
     torch.promote_types(dtype, output_dtype(P)) → dtype
     - (da * a).sum((-2, -1)) → + (da * a).sum((-2, -1))
     LYAPUNOV_STEPS = 8 → LYAPUNOV_STEPS = 7
@@ -91,6 +97,7 @@ heads/compact.py
     self.order > 2 and → self.order > 3 and
 heads/covariance.py
     subsets, self.seb, *settings, dtype=self.dtype) → subsets, not self.seb, *settings, dtype=self.dtype)
+    p * scale.clamp_max(LARGEST_SCALE).square() → p
     lower = factor.tril(-1) → lower = factor.tril(-2)
     torch.where(failed[:, None, None] == 0, factor, torch.nan) → factor
 heads/cross_covariance.py
