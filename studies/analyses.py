@@ -16,7 +16,7 @@ from eigengrain.models.mixed_precision import MixedPrecision
 from eigengrain.training.config import Train
 from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import evaluate
-from eigengrain.training.setup import Sources, make_loaders
+from eigengrain.training.sources import Sources, make_loaders
 
 #: quantiles over images in the records
 QUANTILES = (0.05, 0.25, 0.5, 0.75, 0.95)

@@ -30,7 +30,7 @@ from eigengrain.training.checkpoint import BEST, LAST, write_atomically
 from eigengrain.training.config import Data, Train, differences, to_mapping
 from eigengrain.training.distributed import Process, join
 from eigengrain.training.loop import train
-from eigengrain.training.setup import make_loaders, open_sources
+from eigengrain.training.sources import make_loaders, open_sources
 from eigengrain.training.telemetry import read_summary
 from studies.analyses import ANALYSES, Trained
 from studies.settings import network_name

@@ -21,7 +21,7 @@ from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.models import create_model, from_pretrained, list_backbones, save_pretrained
 from eigengrain.recipes import load_recipe
 from eigengrain.training import loop
-from eigengrain.training.setup import open_sources
+from eigengrain.training.sources import open_sources
 
 TINY = ["--epochs", "1", "--per_class", "5"]
 

@@ -8,7 +8,7 @@ from PIL import Image
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.data import ImageSet, Transforms
 from eigengrain.training.config import Data, Model, Optimiser, Train
-from eigengrain.training.setup import Sources
+from eigengrain.training.sources import Sources
 
 CLASSES = ["red", "green", "blue"]
 SIZE = 32

@@ -14,7 +14,7 @@ from eigengrain.models import create_model, from_pretrained, save_pretrained
 from eigengrain.training import calibrate_vectors, evaluate, train
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Model, Optimiser
-from eigengrain.training.setup import IMAGES, LENGTH
+from eigengrain.training.vector_length import IMAGES, LENGTH
 from training.small_run import SIZE, colours, small
 from training.test_resume import assert_same_run, stop_at
 

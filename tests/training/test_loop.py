@@ -22,7 +22,7 @@ from eigengrain.training.config import Data, Model, Optimiser, Schedule
 from eigengrain.training.distributed import Process
 from eigengrain.training.evaluation import evaluate
 from eigengrain.training.schedule import build_optimiser, build_schedule, learning_rates
-from eigengrain.training.setup import Sources, check_readable
+from eigengrain.training.sources import Sources, check_readable
 from eigengrain.training.telemetry import Meter, spectrum_row
 from training.small_run import SIZE, colours, small, without_batch_statistics
 

@@ -13,7 +13,7 @@ from eigengrain.data import ImageSet
 from eigengrain.errors import UnreadableImages
 from eigengrain.progress import TrainingProgress
 from eigengrain.training import plan, train
-from eigengrain.training.setup import Sources
+from eigengrain.training.sources import Sources
 from training.small_run import SIZE, Colours, colours, small
 
 

@@ -18,7 +18,7 @@ from eigengrain.models import create_model, from_pretrained, save_pretrained
 from eigengrain.training import TrainedModel, evaluate, loop, open_weights, train
 from eigengrain.training.checkpoint import read_checkpoint, write_checkpoint
 from eigengrain.training.config import from_mapping
-from eigengrain.training.setup import open_sources
+from eigengrain.training.sources import open_sources
 from training.small_run import PLUMAGE, SIZE, colours, small
 
 BIRDS = PLUMAGE["data"]["options"]

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from eigengrain.models import CovarianceNet
     from eigengrain.pages import TableData
     from eigengrain.training.config import Train
-    from eigengrain.training.setup import Sources
+    from eigengrain.training.sources import Sources
 
 HEADS = ("gap", "isqrt", "mpncov", "mpncov+seb")
 RECIPE = "plumage-demo"
@@ -83,7 +83,7 @@ def run(demo: Demo) -> int:
     from eigengrain.errors import Interrupted
     from eigengrain.files import writable, write_csv
     from eigengrain.training import loop
-    from eigengrain.training.setup import open_sources
+    from eigengrain.training.sources import open_sources
 
     start = time.perf_counter()
     folder = Path(demo.out)

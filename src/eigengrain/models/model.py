@@ -408,7 +408,6 @@ class CovarianceNet(nn.Module):
         head = self.head if global_pool is None else build_head(global_pool, self.stage_channels, self.config["reduce"])
         classifier = self._create_classifier(head, num_classes) if num_classes else nn.Identity()
         if global_pool is not None:
-            head = build_head(global_pool, self.stage_channels, self.config["reduce"])
             if isinstance(self.head, TransformerHead):
                 self._transformer.train_last_block(True)
             self._attach(head)

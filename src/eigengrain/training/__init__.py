@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from eigengrain.training.run_folder import TrainedModel as TrainedModel
     from eigengrain.training.run_folder import open_run as open_run
     from eigengrain.training.run_folder import open_weights as open_weights
-    from eigengrain.training.setup import calibrate_vectors as calibrate_vectors
+    from eigengrain.training.vector_length import calibrate_vectors as calibrate_vectors
 
 _EXPORTS = {
     "Train": "eigengrain.training.config",
     "evaluate": "eigengrain.training.evaluation",
     "train": "eigengrain.training.loop",
-    "calibrate_vectors": "eigengrain.training.setup",
+    "calibrate_vectors": "eigengrain.training.vector_length",
     **dict.fromkeys(("TrainedModel", "open_run", "open_weights"), "eigengrain.training.run_folder"),
 }
 

@@ -3,19 +3,25 @@
 import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from eigengrain import output
 from eigengrain.data import Batches, build_transform, make_loader
 from eigengrain.data.sampler import BatchSampler, derive
 from eigengrain.data.transforms import Pipeline
 from eigengrain.errors import ArgumentError
 from eigengrain.heads import Head, TransformerHead
+from eigengrain.models.mixed_precision import MixedPrecision
+from eigengrain.models.model import eval_mode
 from eigengrain.progress import track
+from eigengrain.text import counted
 from eigengrain.training.config import Train
 from eigengrain.training.distributed import Process
+from eigengrain.training.sources import Loaders
 
 #: share of the free memory of a device, and of the host, that features may fill
 DEVICE_SHARE, HOST_SHARE = 0.5, 0.8
@@ -188,6 +194,45 @@ class TrainingFeatures(FeatureBatches):
             flips.append(int(self.pipeline.choose_flip()))
         torch.default_generator.set_state(state)
         return flips
+
+
+def keep_features(images: Loaders, net: MixedPrecision, config: Train, process: Process) -> Loaders:
+    """Loaders of the features of a frozen backbone, which are computed at their first use.
+
+    Raises:
+        ArgumentError: if there is too little memory for them.
+    """
+    layout = torch.channels_last if config.channels_last else torch.contiguous_format
+    model, plain = net.model, MixedPrecision(net.model, config.amp)
+
+    def compute(batch: Tensor, training: bool = False) -> Tensor:
+        batch = batch.to(process.device, non_blocking=True).contiguous(memory_format=layout)
+        if training:  # the model is told the size of training images
+            model.train()
+            return net.raw_features(batch)
+        with eval_mode(model):
+            return plain.raw_features(batch)
+
+    pipeline = images.train.dataset.transform
+    assert isinstance(pipeline, Pipeline)
+    first = images.test.dataset if len(images.test.dataset) else images.train.dataset
+    with torch.no_grad():
+        each = compute(first[0][0][None])
+    views = 2 if pipeline.flip else 1
+    counts = [len(split.dataset) for split in images if split is not None]
+    number = views * counts[0] + sum(counts[1:])
+    needed = -(-number // process.world_size) * each.numel() * each.element_size()
+    store = choose_store(needed, sum(counts), process)
+    if process.is_main:
+        both = ", with their mirror images" if views == 2 else ""
+        size = f"{needed / 2**30:.2f} GiB on {store}" if needed >= 2**27 else f"{needed / 2**20:.1f} MiB on {store}"
+        output.note(f"features of {counted(sum(counts), 'image')} are computed once{both} for training: {size}")
+    place = (store, process)
+    return Loaders(
+        TrainingFeatures(images.train, partial(compute, training=True), *place, workers=config.workers),
+        EvaluationFeatures(images.test, compute, *place),
+        None if images.val is None else EvaluationFeatures(images.val, compute, *place),
+    )
 
 
 def reason_against(config: Train, head: Head) -> str | None:

@@ -44,8 +44,9 @@ from eigengrain.training.loss import hits
 from eigengrain.training.plan import dry_run
 from eigengrain.training.run_folder import ARGUMENTS, MODEL, RESULTS
 from eigengrain.training.schedule import UNBOUNDED, learning_rates
-from eigengrain.training.setup import Run, Sources, build, write_arguments, write_split
+from eigengrain.training.setup import Run, build, write_arguments
 from eigengrain.training.signals import StopRequest, catch_signals
+from eigengrain.training.sources import Sources, write_split
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
 #: batches between two checks of the losses on an accelerator, because each check waits for the device

@@ -1,17 +1,11 @@
 """Everything that a training uses, built from its config: data sets, loaders, model, optimiser, schedule."""
 
-import copy
-import csv
-import io
 import json
-import math
-from collections.abc import Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import yaml  # type: ignore[import-untyped]
@@ -22,12 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from eigengrain import output
-from eigengrain.data import Batches, ImageSet, build_transform, find_unreadable, make_loader, open_splits
-from eigengrain.data.check import describe_imbalance, leave_out
-from eigengrain.data.device_cache import Decoded, DeviceCache
-from eigengrain.data.transforms import Pipeline
-from eigengrain.errors import ArgumentError, FileError, MissingPackageError, NonFiniteError, UnreadableImages
-from eigengrain.files import writable
+from eigengrain.data import ImageSet
+from eigengrain.errors import ArgumentError, FileError, MissingPackageError, UnreadableImages
 from eigengrain.heads import SpectralHead, TransformerHead
 from eigengrain.models import CovarianceNet, create_model
 from eigengrain.models.backbone import on_meta
@@ -35,38 +25,16 @@ from eigengrain.models.contributions import contributions
 from eigengrain.models.mixed_precision import FromFeatures, MixedPrecision
 from eigengrain.models.model import eval_mode, full_rank_reduce
 from eigengrain.models.pretrained import current_config, description_of
-from eigengrain.text import counted, printable
 from eigengrain.training.checkpoint import LAST, remove_temporary_files, write_atomically
-from eigengrain.training.config import Data, Train, to_mapping
+from eigengrain.training.config import Train, to_mapping
 from eigengrain.training.distributed import Process
-from eigengrain.training.features import EvaluationFeatures, FeatureBatches, TrainingFeatures, choose_store, reason_against
+from eigengrain.training.features import FeatureBatches, keep_features, reason_against
 from eigengrain.training.loss import Loss, Maps
-from eigengrain.training.run_folder import ARGUMENTS, SPLIT, UNREADABLE
+from eigengrain.training.run_folder import ARGUMENTS
 from eigengrain.training.sam import sharpen
 from eigengrain.training.schedule import build_optimiser, build_schedule
-
-#: root mean square length of calibrated vectors, and number of images from which it is measured
-LENGTH, IMAGES = 32.0, 64
-
-
-class Sources(NamedTuple):
-    """The data sets of a run; ``val`` is a part of the training images that is not trained on.
-
-    Runs whose sources share ``decoded`` decode the images of ``cache="device"`` once.
-    """
-
-    train: ImageSet
-    test: ImageSet
-    val: ImageSet | None = None
-    decoded: Decoded | None = None
-
-
-class Loaders(NamedTuple):
-    """Batches of each split."""
-
-    train: Batches
-    test: Batches
-    val: Batches | None = None
+from eigengrain.training.sources import Loaders, Sources, check_readable, make_loaders, open_sources, print_notes
+from eigengrain.training.vector_length import calibrate_vectors
 
 
 @dataclass
@@ -183,19 +151,13 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     if sources is None:
         sources = open_sources(config.data, config.seed, out if (out / LAST).exists() else None)
         if process.is_main:
-            _print_notes(sources, config.data)
+            print_notes(sources, config.data)
     config.check_validation(sources.val is not None)
     if sources.val is None and config.data.val_fraction:
         raise ArgumentError("data.val_fraction", "is set, but the given data sets have no validation images")
     model = create_model(**_model_options(config, sources.train))
     model.class_names = list(sources.train.classes)
-    for name in ("mixup", "cutmix", "snapmix"):
-        if getattr(config, name) and not model.head.mixes_labels:
-            problem = f"mixes labels, for which the loss of head {config.model.head!r} is not defined"
-            raise ArgumentError(name, problem, getattr(config, name), "leave it out")
-    if config.snapmix and isinstance(model.head, TransformerHead):
-        problem = f"needs a head that pools a feature map, not {config.model.head!r}"
-        raise ArgumentError("snapmix", problem, config.snapmix, "leave it out")
+    _check_mixing(config, model)
     if config.sync_bn and process.distributed:
         if process.device.type != "cuda":
             raise ArgumentError("sync_bn", "needs CUDA devices", remedy="leave it out on the CPU")
@@ -205,20 +167,7 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     model.to(process.device)
     if config.channels_last:
         model.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    unreadable = None
-    if config.data.skip_unreadable or (config.check_images and not (out / LAST).exists()):
-        # before a device cache reads the first unreadable one
-        sources, unreadable = check_readable(sources, out, config.workers, process)
-    if unreadable is not None:
-        skip, lost = config.data.skip_unreadable, 0 in sources.train.class_counts()
-        if skip and lost:
-            name = sources.train.classes[sources.train.class_counts().index(0)]
-            problem = f"leaves no training image of {name!r}; {unreadable.listing} lists the unreadable ones"
-            raise ArgumentError("data.skip_unreadable", problem)
-        if lost or not (skip or config.dry_run):
-            raise unreadable
-        if process.is_main:
-            output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")
+    sources, unreadable = _check_images(config, sources, process)
     keeps_features = config.freeze is not None and config.cache_features
     if keeps_features and (reason := reason_against(config, model.head)) is not None:
         keeps_features = False
@@ -251,7 +200,42 @@ def build(config: Train, sources: Sources | None, process: Process) -> Run:
     balance = config.data.balance == "weights"
     loss = Loss(sources.train.class_counts(), balance=balance, maps=_maps(precise, process), **options)
     parts = (config, process, sources, loaders, images, model, net, optimiser, schedule, loss, scaler, ema)
-    return Run(*parts, unreadable=None if config.data.skip_unreadable else unreadable)
+    return Run(*parts, unreadable)
+
+
+def _check_mixing(config: Train, model: CovarianceNet) -> None:
+    """Raise if images are to be mixed, and the loss of the head is not defined for them."""
+    for name in ("mixup", "cutmix", "snapmix"):
+        if getattr(config, name) and not model.head.mixes_labels:
+            problem = f"mixes labels, for which the loss of head {config.model.head!r} is not defined"
+            raise ArgumentError(name, problem, getattr(config, name), "leave it out")
+    if config.snapmix and isinstance(model.head, TransformerHead):
+        problem = f"needs a head that pools a feature map, not {config.model.head!r}"
+        raise ArgumentError("snapmix", problem, config.snapmix, "leave it out")
+
+
+def _check_images(config: Train, sources: Sources, process: Process) -> tuple[Sources, UnreadableImages | None]:
+    """Sources without the images that cannot be read, and for a dry run the error that lists these.
+
+    Raises:
+        UnreadableImages: if the config does not leave such images out, or none of a class is left.
+    """
+    out, skip = Path(config.out), config.data.skip_unreadable
+    if not skip and (not config.check_images or (out / LAST).exists()):
+        return sources, None
+    sources, unreadable = check_readable(sources, out, config.workers, process)
+    if unreadable is None:
+        return sources, None
+    counts = sources.train.class_counts()
+    if skip and 0 in counts:
+        name = sources.train.classes[counts.index(0)]
+        problem = f"leaves no training image of {name!r}; {unreadable.listing} lists the unreadable ones"
+        raise ArgumentError("data.skip_unreadable", problem)
+    if 0 in counts or not (skip or config.dry_run):
+        raise unreadable
+    if process.is_main:
+        output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")
+    return sources, None if skip else unreadable
 
 
 def _maps(net: MixedPrecision, process: Process) -> Maps:
@@ -282,222 +266,6 @@ def _model_options(config: Train, images: ImageSet) -> dict[str, Any]:
             features = model.forward_features(torch.empty(shape, device=next(model.parameters()).device))
             options["reduce"] = full_rank_reduce(model.head, features[0, 0].numel()) or "auto"
     return options
-
-
-@torch.no_grad()
-def calibrate_vectors(
-    model: CovarianceNet,
-    batches: Iterable[tuple[Tensor, Tensor]],
-    process: Process | None = None,
-    amp: str = "none",
-    from_features: bool = False,
-) -> float:
-    """Set ``model.vector_scale`` so that the vectors of the first images have the root mean square length LENGTH.
-
-    If the class token joins the head's vector, each of the two has its own factor and the length LENGTH/√2. A mid-level
-    branch has its own factor too, for vectors of the length LENGTH.
-
-    A classifier learns from a vector that is c times as long as if its learning rate were c² times as high. With vectors of
-    one length, one learning rate suits all heads. The weights of a linear classifier are divided by a factor above 1, so
-    that the scores do not change. The statistics of normalisation layers are those of the batches, as in training, and the
-    running ones stay as they are. A model whose factor is not 1 is calibrated already and is not changed.
-
-    Args:
-        model: model of ``create_model``, before its training.
-        batches: (images, labels) of the training; the first that have IMAGES images are used.
-        process: this process and its device, by default a single process on the device of the model; all processes compute
-            the same factor.
-        amp: precision of the backbone.
-        from_features: the batches have feature maps of the backbone instead of images.
-
-    Returns:
-        the factor; it stays 1 if the vectors are zero or not finite.
-
-    Example:
-        >>> from eigengrain.models import create_model
-        >>> model, images = create_model("test_resnet", "gap", num_classes=2), torch.rand(8, 3, 32, 32)
-        >>> factor = calibrate_vectors(model, [(images, torch.zeros(8))])
-        >>> vectors = model.train().forward_head(model.forward_features(images), pre_logits=True)
-        >>> print(f"{vectors.square().sum(1).mean().sqrt():.4f}")
-        32.0000
-    """
-    process = process or Process(next(model.parameters()).device)
-    if model.vector_scale != 1:
-        return float(model.vector_scale)
-    net = (FromFeatures if from_features else MixedPrecision)(model, amp)
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    modes = [(module, module.training) for module in model.modules()]
-    images_seen, squares = 0, [0.0, 0.0]  # of the head's vectors, and of the class tokens or the mid-level vectors
-    model.train()
-    try:
-        for images, _ in batches:
-            features = net.features(images.to(process.device, non_blocking=True))
-            pooled, beside = model.split_features(features)
-            if beside is not None and model.mid_level is not None:
-                beside = model.mid_level.vector(beside)
-            try:
-                squares[0] += _sum_of_squares(model.head(pooled))
-            except NonFiniteError:  # the first step will report it
-                squares[0] = math.nan
-            squares[1] += 0.0 if beside is None else _sum_of_squares(beside)
-            images_seen += len(images)
-            if images_seen * process.world_size >= IMAGES:
-                break
-    finally:
-        for buffer, value in buffers:
-            buffer.copy_(value)
-        for module, training in modes:
-            module.training = training
-    shares = process.gather((images_seen, squares))
-    count = max(1, sum(seen for seen, _ in shares))
-    split, length = model.head.out_features, LENGTH
-    scales = [(model.vector_scale, model.classifier, slice(split))]
-    if model.class_token_channels:
-        scales.append((model.token_scale, model.classifier, slice(split, None)))
-        length /= math.sqrt(2)
-    elif model.mid_level is not None:
-        scales.append((model.mid_level.vector_scale, model.mid_level.classifier, slice(None)))
-    for part, (scale, classifier, columns) in enumerate(scales):
-        mean_square = sum(sums[part] for _, sums in shares) / count
-        if 0 < mean_square < math.inf:
-            scale.fill_(length / math.sqrt(mean_square))
-            # larger scores of a random classifier would send larger random gradients into the backbone
-            if isinstance(classifier, nn.Linear) and scale > 1:
-                classifier.weight[:, columns].div_(scale)
-    return float(model.vector_scale)
-
-
-def _sum_of_squares(vectors: Tensor) -> float:
-    return float(vectors.cpu().double().square().sum())
-
-
-def open_sources(data: Data, seed: int, run: Path | None = None) -> Sources:
-    """Open the data sets of a config, with the split of an earlier ``run`` if it was drawn.
-
-    Raises as :func:`eigengrain.data.open_dataset`.
-    """
-    table = run / SPLIT if run is not None and (run / SPLIT).is_file() else None
-    choice: dict[str, Any] = {"val_fraction": data.val_fraction, "seed": seed, **data.reader_options}
-    opened = open_splits(data.name, data.root, **choice | ({"split_file": table} if table else {}))
-    return Sources(opened["train"], opened["test"], opened.get("val"))
-
-
-def _print_notes(sources: Sources, data: Data) -> None:
-    """Print how the images were found, and a hint if the classes differ much in size."""
-    hint = describe_imbalance(sources.train) if data.balance == "none" else ""
-    for line in filter(None, dict.fromkeys((*sources.train.notes, *sources.test.notes, hint))):
-        output.note(line)
-
-
-def write_split(out: Path, sources: Sources, root: str | None) -> None:
-    """Write ``split.csv`` at the start of a run if the split was drawn, so that it always uses the same images for test."""
-    if (out / LAST).exists():
-        return
-    (out / SPLIT).unlink(missing_ok=True)
-    if sources.train.groups is None or root is None:
-        return
-    place = Path(root).expanduser()
-    place = place if place.is_dir() else place.parent
-    file = io.StringIO(newline="")
-    table = csv.writer(file)
-    table.writerow(("path", "label", "split"))
-    for split, dataset in zip(("train", "test", "val"), sources[:3], strict=True):
-        if dataset is not None:
-            for path, label in zip(dataset.paths or (), dataset.labels, strict=True):
-                name = path.relative_to(place) if path.is_relative_to(place) else path
-                table.writerow((name.as_posix(), dataset.classes[label], split))
-    text = file.getvalue().encode("utf-8", "backslashreplace")
-    write_atomically(out / SPLIT, lambda stream: stream.write(text))
-
-
-def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> tuple[Sources, UnreadableImages | None]:
-    """Open every image file once: sources without the images that cannot be read, and the error that lists them.
-
-    Each process checks a share: processes that only waited for the first would time out. ``unreadable.txt`` in the folder
-    lists the images.
-    """
-    datasets = [dataset for dataset in sources[:3] if dataset is not None and dataset.paths is not None]
-    shares = [dataset.subset(range(process.rank, len(dataset), process.world_size)) for dataset in datasets]
-    own = [problem for share in shares for problem in find_unreadable(share, workers, progress=process.is_main)]
-    problems = [problem for part in process.gather(own) for problem in part]
-    if not problems:
-        return sources, None
-    listed = [(printable(problem.path), printable(problem.reason)) for problem in problems]
-    if process.is_main:
-        text = "".join(f"{path}\t{reason}\n" for path, reason in listed)
-        writable(out / UNREADABLE).write_text(text, encoding="utf-8")
-    train, test = (leave_out(dataset, problems) for dataset in (sources.train, sources.test))
-    val = None if sources.val is None else leave_out(sources.val, problems)
-    return sources._replace(train=train, test=test, val=val), UnreadableImages(listed, out / UNREADABLE)
-
-
-def make_loaders(sources: Sources, model: CovarianceNet, config: Train, process: Process) -> Loaders:
-    """Loaders for the share of this process, normalised with the mean and standard deviation of the backbone.
-
-    Raises:
-        ValueError: if the batch cannot be divided evenly among the processes.
-    """
-    mean, std = model.pretrained_cfg["mean"], model.pretrained_cfg["std"]
-
-    def loader(dataset: ImageSet, train: bool) -> Batches:
-        options: dict[str, Any] = {
-            "train": train,
-            "workers": config.workers,
-            "seed": config.seed,
-            "rank": process.rank,
-            "world_size": process.world_size,
-            # batch statistics of a last batch with one image would be useless
-            "drop_last": train and len(dataset) >= config.batch_size,
-            "balanced": train and config.data.balance == "sampler",
-        }
-        dataset = copy.copy(dataset)  # it may be used for several splits, and the caller's data set must not change
-        dataset.transform = build_transform(config.data.transforms, train, mean, std)
-        if config.cache == "device":
-            options |= {"progress": process.is_main, "decoded": sources.decoded}
-            return DeviceCache(dataset, config.batch_size, device=process.device, **options)
-        return make_loader(dataset, config.batch_size, pin_memory=process.device.type == "cuda", **options)
-
-    val = loader(sources.val, train=False) if sources.val is not None else None
-    return Loaders(loader(sources.train, train=True), loader(sources.test, train=False), val)
-
-
-def keep_features(images: Loaders, net: MixedPrecision, config: Train, process: Process) -> Loaders:
-    """Loaders of the features of a frozen backbone, which are computed at their first use.
-
-    Raises:
-        ArgumentError: if there is too little memory for them.
-    """
-    layout = torch.channels_last if config.channels_last else torch.contiguous_format
-    model, plain = net.model, MixedPrecision(net.model, config.amp)
-
-    def compute(batch: Tensor, training: bool = False) -> Tensor:
-        batch = batch.to(process.device, non_blocking=True).contiguous(memory_format=layout)
-        if training:  # the model is told the size of training images
-            model.train()
-            return net.raw_features(batch)
-        with eval_mode(model):
-            return plain.raw_features(batch)
-
-    pipeline = images.train.dataset.transform
-    assert isinstance(pipeline, Pipeline)
-    first = images.test.dataset if len(images.test.dataset) else images.train.dataset
-    with torch.no_grad():
-        each = compute(first[0][0][None])
-    views = 2 if pipeline.flip else 1
-    counts = [len(split.dataset) for split in images if split is not None]
-    number = views * counts[0] + sum(counts[1:])
-    needed = -(-number // process.world_size) * each.numel() * each.element_size()
-    store = choose_store(needed, sum(counts), process)
-    if process.is_main:
-        both = ", with their mirror images" if views == 2 else ""
-        size = f"{needed / 2**30:.2f} GiB on {store}" if needed >= 2**27 else f"{needed / 2**20:.1f} MiB on {store}"
-        output.note(f"features of {counted(sum(counts), 'image')} are computed once{both} for training: {size}")
-    place = (store, process)
-    return Loaders(
-        TrainingFeatures(images.train, partial(compute, training=True), *place, workers=config.workers),
-        EvaluationFeatures(images.test, compute, *place),
-        None if images.val is None else EvaluationFeatures(images.val, compute, *place),
-    )
 
 
 def write_arguments(out: Path, config: Train) -> None:
