@@ -151,7 +151,7 @@ FAR = 12.0
 def draw_rates(panels: Mapping[str, Mapping[str, Any]], scaled: bool, path: Path) -> None:
     """One line per head: accuracy against the rate of the classifier, times c² if ``scaled``; two panels per row."""
     looks = _looks(panels.values())
-    dashes = {name: ("-", "--", ":")[place // len(_LOOKS) % 3] for place, name in enumerate(looks)}
+    dashes = {name: ("-", "--", ":", "-.")[place // len(_LOOKS) % 4] for place, name in enumerate(looks)}
     rows = math.ceil(len(panels) / 2)
     with _canvas(path, rows, 2, (9.6, 0.6 + 3.2 * rows), across=3) as axes:
         for each in axes[len(panels) :]:

@@ -71,6 +71,12 @@ def test_a_method_has_the_same_colour_in_every_panel(drawn):
         assert len(set(ours)) == len(ours)
 
 
+def test_each_of_many_methods_has_a_look_of_its_own(drawn):
+    figure = drawn("draw_rates", {"Birds": {f"head {k}": ([1, 2], [50.0, 60.0]) for k in range(28)}}, False)
+    looks = {(line.get_color(), line.get_marker(), line.get_linestyle()) for line in figure.axes[0].get_lines()}
+    assert len(looks) == 28
+
+
 def test_a_histogram_has_the_colour_of_its_method(drawn):
     """Also where the other one was not looked at; above the eigenvalues, below the condition numbers."""
     values = {"histogram_edges": [0.0, 1.0, 2.0], "histogram": [3, 4]}
