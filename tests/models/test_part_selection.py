@@ -105,6 +105,7 @@ def test_overlapping_patches():
     other = create_model("test_vit", "mpncov", num_classes=2, reduce=8, img_size=SIZE, patch_stride=12)
     assert other.forward_features(x).shape == (1, 64, 5, 5)
     assert other.forward_intermediates(x, indices=1)[1][0].shape == (1, 64, 5, 5)
+    assert {entry["reduction"] for entry in other.feature_info} == {12}
 
 
 def test_weights_of_another_grid_are_resampled(tmp_path):
@@ -303,6 +304,30 @@ def test_enlarge():
     assert torch.equal(enlarge(x, boxes[1:].expand(2, 4), (10, 10)), x)
     theirs = F.interpolate(x[:1, :, 1:9, 2:7], (16, 15), mode="bilinear")  # inside, where the edges play no part
     torch.testing.assert_close(enlarge(x[:1], boxes[:1], (16, 15))[:, :, 2:-2, 3:-3], theirs[:, :, 2:-2, 3:-3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_enlarge_in_half_precision(dtype):
+    x, boxes = images(1, 600).to(dtype), torch.tensor([[331.0, 257.0, 590.0, 579.0]])
+    assert torch.equal(enlarge(x, boxes, (64, 64)), enlarge(x.float(), boxes, (64, 64)).to(dtype))
+
+
+def replica_of(module):
+    """A copy as ``DataParallel`` makes it: the parameters are plain attributes."""
+    replica = module._replicate_for_data_parallel()
+    for name, child in module.named_children():
+        setattr(replica, name, replica_of(child))
+    for name, parameter in module.named_parameters(recurse=False):
+        setattr(replica, name, parameter * 1)
+    return replica
+
+
+@pytest.mark.parametrize("case", ["transfg", "aftrans"])
+def test_replica_of_data_parallel(case):
+    head, x = make(case).head.eval(), images(2, dtype=torch.float32)
+    network = make(case)._transformer
+    with torch.no_grad():
+        assert torch.equal(replica_of(head).features(network, x), head.features(network, x))
 
 
 @pytest.mark.parametrize("options", [{}, HARD], ids=["plain", "registers"])
@@ -507,6 +532,9 @@ def test_another_head_and_back():
     model.reset_classifier(2, "transfg")
     assert model(x).shape == (2, 2)
     assert not any(p.requires_grad for p in model.backbone.blocks[-1].parameters())
+    model.freeze_backbone()
+    model.reset_classifier(3, "gap")
+    assert not any(p.requires_grad for p in model.backbone.parameters())
 
 
 @pytest.mark.parametrize("case", HEADS)

@@ -167,7 +167,7 @@ def largest_component(mask: Tensor) -> Tensor:
 
 
 def bounding_cells(mask: Tensor) -> tuple[Tensor, Tensor]:
-    """First and last cell (B, 2), row and column, of the cells in masks (B, h, w); those of the whole for an empty mask."""
+    """First and last row and column (B, 2) of the cells in masks (B, h, w); those of the whole grid for an empty mask."""
     firsts, lasts = [], []
     for along in (mask.any(2), mask.any(1)):
         firsts.append(along.long().argmax(1))
@@ -189,12 +189,12 @@ def enlarge(images: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
         places = places.clamp(0, pixels - 1)[..., None]
         return (1 - (places - torch.arange(pixels, device=boxes.device)).abs()).clamp_min(0)
 
-    boxes = boxes.to(images.dtype)
+    boxes = boxes.to(output_dtype(images))  # half precision does not have every pixel of a large image
     x0, y0, x1, y1 = boxes.unbind(1)
     down = weights(y0, y1, size[0], images.shape[2])[:, None]
     right = weights(x0, x1, size[1], images.shape[3])[:, None]
     with full_precision(images):
-        return down @ images @ right.mT
+        return (down @ images.to(boxes.dtype) @ right.mT).to(images.dtype)
 
 
 class SharedLinear(nn.Linear):
@@ -250,7 +250,7 @@ class AFTrans(TransformerHead):
 
     def __init__(self, in_channels: int, reduce: int | None = None):
         super().__init__(in_channels, reduce)
-        self.layer_weights: nn.Module | None = None
+        self.layer_weights: nn.Sequential | None = None
         self.out_features = 2 * self.channels
 
     def attach(self, network: Transformer) -> None:
@@ -265,8 +265,8 @@ class AFTrans(TransformerHead):
         matrices = [matrix.detach() for matrix in attention]
         with full_precision(matrices[0]):
             z = torch.stack([matrix[:, :, prefix_tokens:].mean((1, 2)) for matrix in matrices], 1)
-            like = next(self.layer_weights.parameters())
-            weights = self.layer_weights(z.to(like.dtype)).to(z.dtype)
+            # replicas of DataParallel list no parameters
+            weights = self.layer_weights(z.to(self.layer_weights[0].weight.dtype)).to(z.dtype)  # type: ignore[arg-type]
             row = torch.zeros_like(matrices[0][:, :1])
             row = torch.cat([row[..., :1] + 1, row[..., 1:]], -1)  # the class token itself
             for matrix, weight in zip(reversed(matrices), weights.flip(1).unbind(1), strict=True):

@@ -101,7 +101,7 @@ class OverlappingPatchEmbed(PatchEmbed):
 
     @classmethod
     def like(cls, embedding: PatchEmbed, stride: int) -> "OverlappingPatchEmbed":
-        """Convert an embedding in place of a copy; the parameters are shared with it."""
+        """Copy an embedding with another stride; the copy replaces the original, whose convolution it shares."""
         overlapping = copy.copy(embedding)
         overlapping.__class__ = cls
         assert isinstance(overlapping, cls)
@@ -120,7 +120,8 @@ class OverlappingPatchEmbed(PatchEmbed):
 def overlap_patches(net: nn.Module, stride: int, name: str) -> None:
     """Move the patches of a vision transformer of timm by ``stride`` pixels instead of their size, in place.
 
-    Its position embeddings are resampled to the larger grid, with timm's bicubic interpolation.
+    Its position embeddings are resampled to the larger grid, with timm's bicubic interpolation, and the stride becomes the
+    reduction in its ``feature_info``.
 
     Raises:
         ArgumentError: if the network has no such patches, or the stride is larger than they are.
@@ -141,6 +142,7 @@ def overlap_patches(net: nn.Module, stride: int, name: str) -> None:
         raise ArgumentError("patch_stride", f"must be at most the size of a patch, {min(embedding.patch_size)}", stride)
     before = embedding.grid_size
     net.patch_embed = OverlappingPatchEmbed.like(embedding, stride)
+    net.feature_info = [entry | {"reduction": stride} for entry in net.feature_info]
     if net.pos_embed is not None:
         options = {"num_prefix_tokens": 0 if net.no_embed_class else net.num_prefix_tokens}
         with torch.no_grad():

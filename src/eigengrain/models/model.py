@@ -409,7 +409,7 @@ class CovarianceNet(nn.Module):
         classifier = self._create_classifier(head, num_classes) if num_classes else nn.Identity()
         if global_pool is not None:
             if isinstance(self.head, TransformerHead):
-                self._transformer.train_last_block(True)
+                self._transformer.train_last_block(not self.backbone_frozen)
             self._attach(head)
             self.head = head.to(like.device, like.dtype).train(self.training)
             self.vector_scale.fill_(1)
