@@ -258,6 +258,13 @@ def test_parts_of_attention_that_are_missing_or_do_not_fit(tmp_path):
         assert "backbone.blocks.0.attn.qkv.weight" in report.matched
 
 
+def test_only_known_tensors_are_split_into_blocks(tmp_path):
+    strange = {"Transformer/encoderblock/strange": np.zeros((1000, 1))}
+    arrays = google(random_net(VIT), big_vision=True, stacked=True) | strange
+    report = load_weights(create_model(VIT, head="gap", num_classes=2, **SMALL), save(arrays, tmp_path / "a.npz"))
+    assert [name for name in report.ignored if "strange" in name] == list(strange)
+
+
 @pytest.mark.parametrize("layout", ["hugging face vit", "google", "torch hub dinov2"])
 def test_less_than_half_of_a_network_is_refused(tmp_path, layout):
     name, options, suffix, written = LAYOUTS[layout]

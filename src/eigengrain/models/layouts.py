@@ -32,7 +32,7 @@ Renaming = Callable[[str], str]
 #: name in the model -> name in the file, tensor
 Reading = dict[str, tuple[str, Tensor]]
 
-#: more blocks than this are not taken from a tensor in which the blocks of a network are stacked
+#: largest number of blocks in a tensor that stacks those of a network
 _MAX_BLOCKS = 1000
 
 
@@ -84,7 +84,7 @@ def apply_rules(tensors: Tensors, rules: Collection[Rule], prefix: str = "") -> 
         >>> reading["backbone.qkv.bias"]
         ('vit.query.bias, vit.key.bias', tensor([0., 1.]))
     """
-    matchers = [(re.compile(f"(?:{prefix})?{rule.pattern}"), rule) for rule in rules]
+    matchers = _compile(rules, prefix)
     parts: dict[str, list[tuple[int, str, Tensor]]] = {}
     needed: dict[str, int] = {}
     reading: Reading = {}
@@ -93,27 +93,31 @@ def apply_rules(tensors: Tensors, rules: Collection[Rule], prefix: str = "") -> 
         reading[f"left over: {name}"] = name, tensor
 
     for name, tensor in tensors.items():
-        found = ((place, rule, match) for place, (p, rule) in enumerate(matchers) if (match := p.fullmatch(name)))
-        place, rule, match = next(found, (0, None, None))
+        matches = ((place, rule, match) for place, (p, rule) in enumerate(matchers) if (match := p.fullmatch(name)))
+        place, rule, match = next(matches, (0, None, None))
         if rule is None or match is None:
             leave(name, tensor)
             continue
         target = BACKBONE + match.expand(rule.name)
         parts.setdefault(target, []).append((place, name, tensor))
         needed[target] = sum(other.name == rule.name for other in rules)
-    for target, found_parts in parts.items():
-        found_parts.sort(key=lambda part: part[0])
+    for target, group in parts.items():
+        group.sort(key=lambda part: part[0])
         try:
-            forms = [matchers[place][1].form(tensor) for place, _, tensor in found_parts]
+            forms = [matchers[place][1].form(tensor) for place, _, tensor in group]
             whole = forms[0] if len(forms) == 1 else torch.cat(forms)
         except (RuntimeError, IndexError):  # parts that do not fit together, or a tensor of another rank
             whole = None
-        if whole is None or len(found_parts) != needed[target]:
-            for _, name, tensor in found_parts:
+        if whole is None or len(group) != needed[target]:
+            for _, name, tensor in group:
                 leave(name, tensor)
         else:
-            reading[target] = ", ".join(name for _, name, _ in found_parts), whole
+            reading[target] = ", ".join(name for _, name, _ in group), whole
     return reading
+
+
+def _compile(rules: Collection[Rule], prefix: str) -> list[tuple[re.Pattern[str], Rule]]:
+    return [(re.compile(f"(?:{prefix})?{rule.pattern}"), rule) for rule in rules]
 
 
 def with_part(part: str) -> Callable[[Collection[str], CovarianceNet], bool]:
@@ -257,12 +261,15 @@ _GOOGLE_PREFIX = "opt/target/|params/img/|params/"
 _FIRST = rf"(?:{_GOOGLE_PREFIX})?Transformer/encoderblock(?:_0)?/"
 
 
-def _unstack(tensors: Tensors) -> Tensors:
-    """Tensors in which all blocks are stacked, as one tensor per block."""
+def _unstack(tensors: Tensors, rules: Collection[Rule], prefix: str) -> Tensors:
+    """Split the tensors that stack all blocks, and whose blocks have a rule, into one tensor per block."""
+    matchers = _compile(rules, prefix)
     single: Tensors = {}
     for name, tensor in tensors.items():
         match = _STACKED.fullmatch(name)
-        if match is None or tensor.ndim == 0 or len(tensor) > _MAX_BLOCKS:
+        # a tensor without a rule stays whole: a small file can have any number of them
+        known = match is not None and any(p.fullmatch(f"{match[1]}_0{match[2]}") for p, _ in matchers)
+        if match is None or not known or tensor.ndim == 0 or len(tensor) > _MAX_BLOCKS:
             single[name] = tensor
         else:
             single |= {f"{match[1]}_{number}{match[2]}": part for number, part in enumerate(tensor.unbind())}
@@ -270,7 +277,7 @@ def _unstack(tensors: Tensors) -> Tensors:
 
 
 def _by_rules(rules: Collection[Rule], prefix: str) -> Callable[[Tensors, CovarianceNet], Reading]:
-    return lambda tensors, _: apply_rules(_unstack(tensors), rules, prefix)
+    return lambda tensors, _: apply_rules(_unstack(tensors, rules, prefix), rules, prefix)
 
 
 #: all layouts, the likeliest first

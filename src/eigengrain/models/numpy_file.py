@@ -1,4 +1,4 @@
-"""Read the arrays of a NumPy ``.npz`` file, of sizes that the file has and without code."""
+"""Read the arrays of a NumPy ``.npz`` file without running code in it, and without more memory than the file has bytes."""
 
 import math
 import zipfile
@@ -21,7 +21,7 @@ def read_arrays(file: Path) -> dict[str, np.ndarray[Any, np.dtype[Any]]]:
     The size of each array is compared with the file before memory is used for it.
 
     Raises:
-        FileError: if it is not such a file or only a part of one, its arrays are compressed, or are not of real numbers.
+        FileError: if it is not such a file or only a part of one, or its arrays are compressed or not of real numbers.
     """
     damaged = "it is not an .npz file, or only a part of one"
     try:
