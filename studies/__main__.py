@@ -157,7 +157,9 @@ def show_list(options: StudyOptions) -> None:
         console.print(f"training: images × epochs / images per second {text}", highlight=False)
     console.print("Runs that studies share are counted in each of them and made once. Tests and analyses come on top.")
     if options.scale in SHORT and options.backbones is None and options.heads is None:
-        console.print("Scale small trains few of the rows, on each available data set; --backbones and --heads add others.")
+        console.print(
+            f"Scale {options.scale} trains few of the rows, on each available data set; --backbones and --heads add others."
+        )
     output.result(rows, [row["name"] for row in rows])
 
 

@@ -45,15 +45,16 @@ def table_rows(table: str, core: str, heads: Sequence[str], datasets: Sequence[s
 
 def transformers(setup: Setup) -> list[Row]:
     """The class token of a vision transformer, parts selected by its attention, and covariances beside the class token."""
-    own = TEXTS["transformers"]["rows"]
+    own, options = TEXTS["transformers"]["rows"], setup.options
     rows = []
     for data, entry in own["sets"].items():
-        for size in entry["sizes"]:
+        sizes = entry["sizes"] if options.img_size is None else [options.img_size]
+        for size in sizes:
             for method, values in own["methods"].items():
                 if method not in entry.get("without", ()):
-                    name = f"{method}, {size} px" if len(entry["sizes"]) > 1 else method
+                    name = f"{method}, {size} px" if len(sizes) > 1 else method
                     row = Row(data, entry["backbone"], name, values["head"], core=True, calibrate=True, img_size=size)
-                    rows.append(replace(row, model=values.get("model", {}), rates=tuple(entry["rates"])))
+                    rows.append(replace(row, model=values.get("model", {}), rates=tuple(options.rates or entry["rates"])))
     return rows
 
 

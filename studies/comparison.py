@@ -11,13 +11,14 @@ from typing import Any
 
 import pandas as pd
 
-from eigengrain.errors import ArgumentError
+from eigengrain.errors import ArgumentError, UnknownName
+from eigengrain.heads import list_heads
 from eigengrain.text import counted
 from eigengrain.yaml_files import read_mapping
 from studies import charts
-from studies.accuracy import format_scores, row_columns
+from studies.accuracy import DIVERGED, format_scores, row_columns
 from studies.runs import Record, describe_run
-from studies.settings import FINE_GRAINED, RESNET50, TEXTS, TITLES, StudyOptions, has_recipe
+from studies.settings import FINE_GRAINED, RESNET50, TEXTS, TITLES, has_recipe
 from studies.study import NOT_RUN, Report, Row, Setup, Table, environment_columns
 
 #: differences of more than so many standard errors are distinguished from 0
@@ -99,8 +100,8 @@ def readers(records: Sequence[Record]) -> str:
 
 def branch_rows(setup: Setup) -> list[Row]:
     """Heads on three data sets, with calibrated vectors."""
-    own, options = TEXTS["branch"]["rows"], setup.options
-    rates = options.rates if options.rates != StudyOptions().rates else own["rates"]
+    own = TEXTS["branch"]["rows"]
+    rates = setup.options.rates or own["rates"]
     rows = []
     for data in own["datasets"]:
         for method, head in own["heads"].items():
@@ -129,9 +130,10 @@ def branch_report(setup: Setup, rows: Sequence[Row]) -> Report:
             scores = setup.scores(row, "fair")
             columns = row_columns(setup, row) | {"scale": setup.options.scale, "epochs": setup.config(row).epochs}
             columns |= {"reader": readers(records[head]), "paper": "" if row.paper is None else row.paper}
-            columns |= {"rate": scores[0].rate if records[head] else "", "n": len(values[head])}
+            columns |= {"rate": scores[0].rate if records[head] else ""}
             numbers = list(values[head].values())
-            columns |= dict(zip(("mean", "low", "high"), _summary(numbers), strict=True))
+            columns |= {"n": len(numbers), "diverged": len(records[head]) - len(numbers)}
+            columns |= dict(zip(("mean", "low", "high"), _summary(numbers, records[head]), strict=True))
             line = {"": row.method, "paper": "–" if row.paper is None else f"{row.paper:.1f}"}
             line["ours (range, runs, rate)"] = format_scores(scores)
             for (name, column), other in zip(COMPARED.items(), (COMPARED_HEAD, head.removesuffix(BRANCH)), strict=True):
@@ -158,9 +160,11 @@ def _chosen(setup: Setup, row: Row) -> list[Record]:
     return next((records for _, chosen, records in setup.results(row, "fair") if chosen is not False), [])
 
 
-def _summary(values: Sequence[float]) -> tuple[float | str, float | str, float | str]:
-    """Mean, lowest and highest; NOT_RUN without values."""
-    return (round(mean(values), 4), round(min(values), 4), round(max(values), 4)) if values else (NOT_RUN, "", "")
+def _summary(values: Sequence[float], records: Sequence[Record]) -> tuple[float | str, float | str, float | str]:
+    """Mean, lowest and highest value; without values, why there are none."""
+    if not values:
+        return DIVERGED if records else NOT_RUN, "", ""
+    return round(mean(values), 4), round(min(values), 4), round(max(values), 4)
 
 
 def _difference_columns(name: str, pair: Difference | None) -> dict[str, Any]:
@@ -181,9 +185,11 @@ def recipe_rows(setup: Setup) -> list[Row]:
     """The base and each setting that changes it, with the runs on 90 % of the training images alone."""
     own = TEXTS["recipe"]["rows"]
     file = setup.options.settings
-    settings: dict[str, Any] = {BASE: {}} | dict(own["settings"] if file is None else read_mapping(file))
+    settings = own["settings"] if file is None else read_mapping(file)
     for name, changes in settings.items():
-        if not re.fullmatch(r"[A-Za-z0-9._+-]+", str(name)):
+        if name == BASE:
+            raise ArgumentError("settings", "must not change the base, to which the others are compared", name)
+        if not re.fullmatch(r"[A-Za-z0-9._+-]+", name):
             raise ArgumentError("settings", "must have names of letters, digits, '.', '_', '+' and '-'", name)
         if not isinstance(changes, Mapping):
             raise ArgumentError("settings", f"must have dotted options and their values for {name!r}", changes)
@@ -193,7 +199,7 @@ def recipe_rows(setup: Setup) -> list[Row]:
             continue
         base = _setting(setup, data, BASE, own["base"])
         rows.append(replace(base, analyses=("size-accuracy",)))
-        for name, changes in list(settings.items())[1:]:
+        for name, changes in settings.items():
             row = _setting(setup, data, name, own["base"] | dict(changes))
             if describe_run(setup.config(row)) != describe_run(setup.config(base)):
                 rows.append(row)
@@ -202,8 +208,10 @@ def recipe_rows(setup: Setup) -> list[Row]:
 
 def _setting(setup: Setup, data: str, name: str, options: Mapping[str, Any]) -> Row:
     """A row of the study recipe; the rate of the classifier is that of its options."""
-    changes = {str(key): value for key, value in options.items()}
-    head = str(changes.pop("model.head"))
+    changes = dict(options)
+    head = changes.pop("model.head")
+    if head not in list_heads():
+        raise UnknownName("head", head, list_heads())
     row = Row(data, "resnet50", name, head, core=True, search_only=True, every_seed=True, changes=changes, tag=name)
     return replace(row, rates=(setup.config(row).optimiser.classifier_lr_scale,))
 
@@ -217,28 +225,32 @@ def recipe_report(setup: Setup, rows: Sequence[Row]) -> Report:
     for data in dict.fromkeys(row.data for row in rows):
         own = [row for row in rows if row.data == data]
         records = {row.method: _setting_records(setup, row) for row in own}
-        values = {name: _mean_accuracies(each) for name, each in records.items()}
+        scores = {name: [record["scores"] for record in each if record["scores"]] for name, each in records.items()}
         texts = {row.method: _options_text(row, own) for row in own}
-        for pixels, accuracies in _at_sizes(records.get(BASE, [])).items():
+        sizes = [r["analyses"]["size-accuracy"] for r in records.get(BASE, ()) if "size-accuracy" in r["analyses"]]
+        for pixels in sizes[0] if sizes else ():
             name = f"{BASE}, test at {pixels} pixels"
-            records[name], values[name], texts[name] = records[BASE], accuracies, f"evaluate --img_size {pixels}"
+            scores[name], texts[name] = [each[pixels] for each in sizes], f"evaluate --img_size {pixels}"
+            records[name] = records[BASE]
+        values = {name: _mean_accuracies(each) for name, each in scores.items()}
         lines, differences = [], dict[str, Difference]()
         for name, accuracies in values.items():
-            line = {"setting": name}
+            line, missing = {"setting": name}, DIVERGED if records[name] else NOT_RUN
             columns: dict[str, Any] = {
                 "data": TITLES[data],
                 "setting": name,
                 "options": texts[name],
                 "scale": setup.options.scale,
             }
-            columns |= {"reader": readers(records[name]), "n": len(records[name])}
+            diverged = sum(not record["scores"] for record in records[name])
+            columns |= {"reader": readers(records[name]), "n": len(scores[name]), "diverged": diverged}
             for key, title in SPLIT_TITLES.items():
                 pair = None
                 if name != BASE and key in accuracies and key in values.get(BASE, {}):
                     pair = difference_of_proportions(accuracies[key], values[BASE][key], _images(records[name], key))
-                line[f"{title}, %"] = f"{accuracies[key]:.1f}" if key in accuracies else NOT_RUN
+                line[f"{title}, %"] = f"{accuracies[key]:.1f}" if key in accuracies else missing
                 line[f"{title}: to the base"] = str(pair) if pair else "–" if name == BASE else NOT_RUN
-                columns[key] = round(accuracies[key], 4) if key in accuracies else NOT_RUN
+                columns[key] = round(accuracies[key], 4) if key in accuracies else missing
                 columns |= _difference_columns(key, pair)
                 if pair and key == "val_top1":
                     differences[name] = pair
@@ -263,19 +275,14 @@ def recipe_report(setup: Setup, rows: Sequence[Row]) -> Report:
 
 
 def _setting_records(setup: Setup, row: Row) -> list[Record]:
-    """The records of all seeds that did not diverge."""
+    """The records of all seeds."""
     tried, _ = setup.search(row)
     records = [setup.record(job) for job in (*tried, *setup.seeded(tried))]
-    return [record for record in records if record is not None and record["scores"]]
+    return [record for record in records if record is not None]
 
 
-def _mean_accuracies(records: Sequence[Record]) -> dict[str, float]:
-    return {key: mean(record["scores"][key] for record in records) for key in SPLIT_TITLES} if records else {}
-
-
-def _at_sizes(records: Sequence[Record]) -> dict[str, dict[str, float]]:
-    """Accuracies at larger sizes by size, of the seed that was measured."""
-    return next((record["analyses"]["size-accuracy"] for record in records if "size-accuracy" in record["analyses"]), {})
+def _mean_accuracies(scores: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    return {key: mean(each[key] for each in scores) for key in SPLIT_TITLES} if scores else {}
 
 
 def _images(records: Sequence[Record], accuracy: str) -> int | None:

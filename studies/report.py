@@ -105,7 +105,7 @@ def command(study: Study, options: StudyOptions) -> str:
     own = [{row.data, row.backbone, row.head} for row in study.all_rows(Setup(options))]
     named = {key: [name for name in getattr(options, key) or () if any(name in names for names in own)] for key in NAMES}
     named["seeds"] = [str(seed) for seed in options.seeds or ()]
-    named["rates"] = [f"{rate:g}" for rate in options.rates] if options.rates != StudyOptions().rates else []
+    named["rates"] = [f"{rate:g}" for rate in options.rates or ()]
     named |= {
         key: [str(value)] for key in ("epochs", "img_size", "search_epochs") if (value := getattr(options, key)) is not None
     }

@@ -48,7 +48,7 @@ _PARTS: Parts = (
 #: options in a record that tables and figures use
 _OPTIONS: Parts = (
     *((name, int) for name in ("seed", "epochs", "data.transforms.img_size")),
-    *((name, str) for name in ("select", "amp", "model.backbone")),
+    *((name, str) for name in ("select", "amp", "data.name", "model.backbone")),
     ("optimiser.classifier_lr_scale", (int, float)),
 )
 

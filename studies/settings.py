@@ -1,7 +1,7 @@
 """The options of a study, the numbers of the paper, and the training options for each scale, backbone and data set."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ SCALES = ("smoke", "quick", "small", "modern", "paper")
 #: scales with a part of the rows of a table, unless they are named
 SHORT = ("quick", "small", "modern")
 PROTOCOLS = ("fair", "paper", "both")
+#: learning rates of the classifier from which the fair protocol chooses by default
+RATES = (3.0, 10.0, 20.0)
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class StudyOptions:
         seeds: seeds of the runs that are tested; [0,1,2] by default, [0] at scales smoke and quick, and at scales small
             and modern except for branch, gcp-methods and paths.
         rates: learning rates of the classifier, as multiples of that of the backbone, from which the fair protocol chooses;
-            divided by c² for a head whose vector is many times (c) longer or shorter than that of MPN-COV. If the lowest or
-            the highest is best, a third or three times of it is tried too, and so on. A single rate is used as it is.
+            [3,10,20] by default, or those of the study. They are divided by c² for a head whose vector is many times (c)
+            longer or shorter than that of MPN-COV. If the lowest or the highest is best, a third or three times of it is
+            tried too, and so on. A single rate is used as it is.
         search_epochs: number of epochs of the runs for this choice; that of the other runs by default.
         weights: file with the weights of ResNet-50, or folder with a file per backbone, such as resnet101.safetensors,
             vgg16_bn.safetensors or, without batch normalisation, vgg16.safetensors; those of timm by default, which are
@@ -73,7 +76,7 @@ class StudyOptions:
     heads: list[str] | None = None
     settings: str | None = None
     seeds: list[int] | None = None
-    rates: list[float] = field(default_factory=lambda: [3.0, 10.0, 20.0])
+    rates: list[float] | None = None
     search_epochs: int | None = None
     weights: str | None = None
     stride_on: str | None = None
@@ -95,7 +98,7 @@ class StudyOptions:
             if values is not None and (not values or len(set(values)) != len(values)):
                 raise ArgumentError(name, "must be a list of one or more different values", values)
         least = {"seeds": min(self.seeds or [0]), "workers": self.workers}
-        above = {"rates": min(self.rates)}
+        above = {"rates": min(self.rates or [1])}
         optional = ("epochs", "img_size", "search_epochs", "seconds")
         above |= {name: value for name in optional if (value := getattr(self, name)) is not None}
         for name, value in (least | above).items():
@@ -151,12 +154,14 @@ def base_config(options: StudyOptions, backbone: str, dataset: str) -> Train:
     if options.scale == "smoke" or dataset in ("plumage", FIRST):
         part = "smoke" if options.scale == "smoke" else {"plumage": "drawn", FIRST: "drawn_first"}[dataset]
         part += "_vit" * NETWORKS[backbone].transformer
-        return replace(from_mapping(SETTINGS[part]), device=options.device)
-    run = {"modern": _modern, "paper": _paper}.get(options.scale, _small)(options, backbone, dataset)
-    name, root = find_images(options.data, dataset)
+        run = from_mapping(SETTINGS[part])
+    else:
+        run = {"modern": _modern, "paper": _paper}.get(options.scale, _small)(options, backbone, dataset)
+        name, root = find_images(options.data, dataset)
+        run = replace(run, data=replace(run.data, name=name, root=root), workers=options.workers)
     transforms = run.data.transforms if options.img_size is None else run.data.transforms.at_size(options.img_size)
-    data = replace(run.data, name=name, root=root, transforms=transforms)
-    run = replace(run, data=data, epochs=options.epochs or run.epochs, device=options.device, workers=options.workers)
+    data = replace(run.data, transforms=transforms)
+    run = replace(run, data=data, epochs=options.epochs or run.epochs, device=options.device)
     return at_size(run, transforms.img_size) if NETWORKS[backbone].transformer else run
 
 

@@ -15,6 +15,7 @@ from studies.runs import Job, Record, best_rate, final_jobs, rate_jobs, run_reco
 from studies.settings import (
     FIRST,
     NETWORKS,
+    RATES,
     SETTINGS,
     SHORT,
     TITLES,
@@ -135,7 +136,8 @@ class Setup:
         """The rates of a row: divided by c² if that is more than the steps beyond a grid can make up for."""
         if row.rates is not None:
             return list(row.rates[:2] if self.options.scale == "smoke" else row.rates)
-        rates = self.options.rates[:2] if self.options.scale == "smoke" else self.options.rates
+        rates = self.options.rates or RATES
+        rates = rates[:2] if self.options.scale == "smoke" else rates
         squared = row.length**2
         far = max(squared, 1 / squared) > runs.REACH
         return [float(f"{rate / squared:.3g}") for rate in rates] if far else list(rates)
@@ -199,7 +201,7 @@ class Setup:
         """The first runs that a row starts from; the model of the last one is kept if it is trained on all images."""
         if row.data == "plumage":
             config = self.config(row.first)
-            return [Job(runs.job_name(config, "-first"), config, kept=True)]
+            return [Job(runs.job_name(config, f"{self.suffix}-first"), config, kept=True)]
         *others, last = replace(self, seeds=self.seeds[:1]).jobs(row.first, protocol)
         return [*others, replace(last, kept=not last.config.data.val_fraction)]
 

@@ -104,6 +104,30 @@ def test_the_branch_is_compared_over_seeds(tmp_path):
     report.draw(tmp_path / "branch.png")
 
 
+def test_rates_of_the_command_replace_those_of_a_study(tmp_path):
+    for name in ("branch", "transformers"):
+        setup = setup_of(tmp_path, rates=[3.0, 10.0, 20.0])
+        assert {row.rates for row in find_study(name).rows(setup)} == {(3.0, 10.0, 20.0)}
+
+
+def test_a_run_that_diverged_was_run(tmp_path):
+    setup = setup_of(tmp_path, seeds=(0,), rates=[1])
+    [row] = [row for row in find_study("branch").rows(setup) if row.head == "mpncov"]
+    [job] = setup.jobs(row, "fair")
+    write(setup, job, None)
+    [line] = [line for line in find_study("branch").report(setup).rows if line["head"] == "mpncov"]
+    assert (line["mean"], line["n"], line["diverged"]) == ("diverged", 0, 1)
+    rows = {row.method: row for row in find_study("recipe").rows(setup)}
+    [job] = setup.jobs(rows["adamw"], "fair")
+    write(setup, job, None)
+    report = find_study("recipe").report(setup)
+    lines = {line["setting"]: line for line in report.rows}
+    assert (lines["adamw"]["val_top1"], lines["adamw"]["n"], lines["adamw"]["diverged"]) == ("diverged", 0, 1)
+    assert (lines["ema"]["val_top1"], lines["ema"]["n"], lines["ema"]["diverged"]) == ("not run", 0, 0)
+    [shown] = [line for line in report.tables[0].frame.to_dict("records") if line["setting"] == "adamw"]
+    assert (shown["validation, %"], shown["validation: to the base"]) == ("diverged", "not run")
+
+
 def test_a_single_rate_is_not_searched(tmp_path):
     setup = setup_of(tmp_path, seeds=(0, 1), rates=[1])
     [row] = [row for row in find_study("branch").rows(setup) if row.head == "hcov"]
@@ -167,6 +191,20 @@ def test_other_lengths_and_sizes_have_other_names(tmp_path):
         with pytest.raises(ArgumentError) as error:
             StudyOptions(**{name: 0})
         assert error.value.argument == name
+
+
+@pytest.mark.parametrize("name", ["branch", "transformers", "calibration"])
+@pytest.mark.parametrize("scale", ["smoke", "quick"])
+def test_other_lengths_and_sizes_are_those_of_every_run(name, scale, tmp_path):
+    setup = setup_of(tmp_path, scale=scale, datasets=None, epochs=3, img_size=96)
+    rows = find_study(name).rows(setup)
+    jobs = [
+        job for row in rows for job in (*setup.jobs(row, "fair"), *(setup.pretraining(row, "fair") if row.pretrain else ()))
+    ]
+    assert {job.config.epochs for job in jobs} == {3}
+    assert {job.config.data.transforms.img_size for job in jobs} == {96}
+    assert {job.config.model.img_size for job in jobs} <= {None, 96}
+    assert all("-96px" in job.name for job in jobs)
 
 
 @pytest.fixture
@@ -256,6 +294,8 @@ def test_settings_are_data(tmp_path):
         "wild: 3",
         "a wild one: {epochs: 3}",
         "wild: {epochs.more: 3}",
+        "wild: {model.head: nope}",
+        "base: {epochs: 3}",
     ],
 )
 def test_a_wrong_setting_is_refused_before_anything_is_trained(text, trained_runs, capsys, tmp_path):
@@ -281,7 +321,8 @@ def test_settings_are_compared_with_the_base(tmp_path):
     }
     for name, each in values.items():
         for job, (top1, val) in zip(setup.jobs(rows[name], "fair"), each, strict=True):
-            sizes = {"512": {"val_top1": 83.0, "test_top1": 85.5}} if job.name.endswith("base-x1-e40-val-s0") else {}
+            larger = {"s0": {"val_top1": 83.0, "test_top1": 85.5}, "s1": {"val_top1": 84.0, "test_top1": 86.5}}
+            sizes = {"512": larger[job.name[-2:]]} if "-base-" in job.name else {}
             write(setup, job, top1, val, images, analyses={"size-accuracy": sizes} if sizes else {})
     report = study.report(setup)
     lines = {line["setting"]: line for line in report.rows}
@@ -294,7 +335,7 @@ def test_settings_are_compared_with_the_base(tmp_path):
     assert (lines["ema"]["n"], lines["ema"]["difference_val_top1"]) == (1, -0.5)
     assert lines["mixup"]["val_top1"] == "not run"
     [larger] = [line for name, line in lines.items() if "512" in name]
-    assert (larger["val_top1"], larger["difference_val_top1"]) == (83.0, 2.0)
+    assert (larger["val_top1"], larger["difference_val_top1"], larger["n"]) == (83.5, 2.5, 2)
     report.draw(tmp_path / "recipe.png")
 
 
