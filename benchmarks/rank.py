@@ -58,7 +58,7 @@ def ranks(model: CovarianceNet, features: Tensor) -> Tensor:
     if not isinstance(head, SpectralHead):
         raise ArgumentError("checkpoint", "must have a head with eigenvalues", type(head).__name__)
     pooled, _ = model.split_features(features)
-    values = head.eigenvalues(head.reduce(pooled)).double()
+    values = head.eigenvalues(head.reduce(pooled)).cpu().double()  # first to the CPU, because MPS has no float64
     return (values > rounding_floor(values)).sum(-1)
 
 
@@ -80,7 +80,7 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
             with torch.no_grad():
                 features = model.forward_features(batch)
                 right.append((model.forward_head(features).argmax(-1) == options["target"]).cpu())
-            numbers.append(ranks(model, features).cpu())
+            numbers.append(ranks(model, features))
         results = attribute_rules(model, batch, subsets, rules, **options)
         for rule, result in results.items():
             for name, maps in result.maps.items():
@@ -110,6 +110,8 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
 
 def run(config: RankBench) -> None:
     """``python -m benchmarks rank``."""
+    if not config.checkpoint:
+        raise ArgumentError("checkpoint", "must be one or more folders of trainings", config.checkpoint)
     device, rows = pick_device(config.device), list[measure.Row]()
     for checkpoint in config.checkpoint:
         for size in config.img_sizes or (None,):

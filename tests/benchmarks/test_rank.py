@@ -59,3 +59,9 @@ def test_maps_of_the_large_eigenvalues_are_those_of_all_where_the_rank_is_low(tm
     assert all(int(row["identical_maps"]) == int(row["images"]) == images for row in large)
     assert all(float(row["mae"]) == 0 for row in large)
     assert all(int(row["identical_maps"]) == 0 for row in high)
+
+
+def test_a_checkpoint_is_required():
+    with pytest.raises(ArgumentError) as error:
+        rank.run(RankBench(device="cpu"))
+    assert error.value.argument == "checkpoint"

@@ -9,6 +9,7 @@ from benchmarks.unfamiliar import UnfamiliarBench, score, textures
 import eigengrain as eg
 from benchmarks import unfamiliar
 from eigengrain.cli.main import main as eigengrain_main
+from eigengrain.errors import ArgumentError
 
 
 def test_textures_are_the_same_for_a_seed():
@@ -53,3 +54,9 @@ def test_one_row_per_score(tmp_path):
         rejected = [float(row[kind]) for kind, _ in textures(8, 1, 0)]
         assert float(row["mean_rejected"]) == pytest.approx(sum(rejected) / 5, abs=1e-4)
         assert all(0 <= share <= 1 for share in rejected)
+
+
+def test_a_checkpoint_is_required():
+    with pytest.raises(ArgumentError) as error:
+        unfamiliar.run(UnfamiliarBench(device="cpu"))
+    assert error.value.argument == "checkpoint"
