@@ -136,7 +136,7 @@ class Setup:
         """The rates of a row: divided by c² if that is more than the steps beyond a grid can make up for."""
         if row.rates is not None:
             return list(row.rates[:2] if self.options.scale == "smoke" else row.rates)
-        rates = self.options.rates or RATES
+        rates: Sequence[float] = self.options.rates or RATES
         rates = rates[:2] if self.options.scale == "smoke" else rates
         squared = row.length**2
         far = max(squared, 1 / squared) > runs.REACH
