@@ -7,6 +7,8 @@ import mpmath
 import pytest
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from eigengrain.errors import ArgumentError, UnknownName
 
@@ -59,6 +61,44 @@ def central_difference(f, x: Tensor, direction: Tensor, step: float) -> Tensor:
     return (8 * (f(x + h * direction) - f(x - h * direction)) - (f(x + 2 * h * direction) - f(x - 2 * h * direction))) / (
         12 * h
     )
+
+
+MPS = torch.device("mps")
+
+
+class OnMps(torch.Tensor):
+    """A tensor that claims to be on MPS and refuses float64, as that device does; it is computed on the CPU."""
+
+    @property
+    def device(self):
+        return MPS
+
+    @classmethod
+    def __torch_function__(cls, function, types, arguments=(), options=None):
+        here = tree_map_only(OnMps, lambda t: t.as_subclass(torch.Tensor), (arguments, options or {}))
+        out = function(*here[0], **here[1])
+        if function is torch.Tensor.device.__get__:
+            return MPS
+        return out if function is torch.Tensor.cpu or isinstance(out, torch.Size) else on_mps(out)
+
+
+def on_mps(result):
+    """A tensor, or every tensor of a result, on that device."""
+    assert all(t.dtype != F64 for t in tree_leaves(result) if isinstance(t, Tensor)), "MPS has no float64"
+    return tree_map_only(Tensor, lambda t: t.as_subclass(OnMps), result)
+
+
+class MpsHere(TorchFunctionMode):
+    """Lets the CPU act as the MPS device for tensors that are created there or moved to it."""
+
+    def __torch_function__(self, function, types, arguments=(), options=None):
+        options = dict(options or {})
+        to = [a for a in (*arguments[1:], options.get("device")) if isinstance(a, torch.device)]
+        if MPS not in to:
+            return function(*arguments, **options)
+        if "device" in options:
+            options["device"] = "cpu"
+        return on_mps(function(*("cpu" if isinstance(a, torch.device) else a for a in arguments), **options))
 
 
 def refused(call: Callable[[], object]) -> str:

@@ -83,6 +83,7 @@ def covariance(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
         dtype: dtype of the result. None gives float64 if ``x`` is float64 and float32 otherwise, computed in float64;
             ``torch.float32`` also computes in float32. A float32 covariance has lost eigenvalues below 1e-7 of the
             largest: request float64 to take functions of it, or use :func:`sqrt_covariance`, which starts from features.
+            A float64 result for features on MPS, which has no float64, is on the CPU.
 
     Returns:
         (B, C, C), symmetric positive semi-definite.
@@ -98,7 +99,8 @@ def covariance(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
     xc = centre(x, torch.float32 if dtype == torch.float32 else torch.float64)
     with full_precision(xc):
         p = xc @ xc.mT
-    return p.to(device=x.device, dtype=dtype or output_dtype(x))
+    dtype = dtype or output_dtype(x)
+    return p if dtype == torch.float64 else p.to(x.device, dtype)
 
 
 def _isometric_weights(d: int, like: Tensor, power: int) -> Tensor:

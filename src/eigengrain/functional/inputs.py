@@ -5,10 +5,12 @@ digit in float32. The square root of features also computes in float32, see :fun
 the input is float64, and float32 otherwise.
 """
 
+import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -126,18 +128,56 @@ def to_compute(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     return x.to(dtype)
 
 
+def _products(device_type: str) -> Any:
+    """torch's setting of float32 matrix products on a device; None if it has none."""
+    cpu = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]  # set by a module that replaces itself
+    return {"cpu": cpu, "cuda": torch.backends.cuda.matmul}.get(device_type)
+
+
+def _is_reduced(setting: Any) -> bool:
+    return setting is not None and setting.fp32_precision in ("tf32", "bf16")
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def reduces_float32(device_type: str) -> bool:
+    """Whether torch is set to compute float32 products in TF32 or bfloat16 on a device."""
+    return _is_reduced(_products(device_type))
+
+
+class _FullProducts:
+    """Float32 matrix products in float32 while any thread is inside: the setting is that of the whole process."""
+
+    def __init__(self, setting: Any):
+        self._setting, self._lock, self._inside, self._before = setting, threading.Lock(), 0, ""
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if _is_reduced(self._setting):
+                self._before, self._setting.fp32_precision = self._setting.fp32_precision, "ieee"
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._before and not self._inside:
+                self._before, self._setting.fp32_precision = "", self._before
+
+
+_FULL_PRODUCTS = {device_type: _FullProducts(_products(device_type)) for device_type in ("cpu", "cuda")}
+
+
 @contextmanager
 def full_precision(x: Tensor) -> Iterator[None]:
-    """Disable autocast and TF32 for float32 matrix products; neither affects float64."""
+    """Disable autocast, TF32 and bfloat16 for float32 matrix products; none of them affects float64.
+
+    Compiled code has its own products, which follow the setting of the process, see :func:`reduces_float32`.
+    """
     if x.dtype == torch.float64 or x.device.type == "meta":
         yield
         return
-    tf32 = x.device.type == "cuda" and torch.backends.cuda.matmul.allow_tf32
     with torch.autocast(x.device.type, enabled=False):
-        try:
-            if tf32:
-                torch.backends.cuda.matmul.allow_tf32 = False
+        if torch.compiler.is_compiling() or x.device.type not in _FULL_PRODUCTS:
             yield
-        finally:
-            if tf32:
-                torch.backends.cuda.matmul.allow_tf32 = True
+            return
+        with _FULL_PRODUCTS[x.device.type]:
+            yield

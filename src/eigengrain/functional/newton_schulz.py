@@ -24,6 +24,7 @@ from eigengrain.functional.inputs import (
     full_precision,
     named_dtype,
     output_dtype,
+    reduces_float32,
     to_compute,
 )
 from eigengrain.functional.matrix_products import (
@@ -79,8 +80,8 @@ def newton_schulz(P: Tensor, steps: int = 5, *, dtype: torch.dtype = torch.float
     """
     check_square(P)
     check_compute_dtype(dtype)
-    if P.is_cuda and torch.backends.cuda.matmul.allow_tf32:
-        dtype = torch.float64  # the backward products would use TF32, and no context here can prevent that
+    if reduces_float32(P.device.type):
+        dtype = torch.float64  # the backward products would be in TF32 or bfloat16, and no context here can prevent that
     dtype = torch.promote_types(dtype, output_dtype(P))
     check_integer(steps, "steps", MOST_STEPS if dtype == torch.float64 else MOST_STEPS // 2)
     p = _batched(P, dtype)

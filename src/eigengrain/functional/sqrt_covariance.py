@@ -34,6 +34,7 @@ from eigengrain.functional.inputs import (
     in_transform,
     named_dtype,
     output_dtype,
+    reduces_float32,
 )
 from eigengrain.functional.matrix_products import symmetric
 from eigengrain.functional.newton_schulz import root_by_polar_factor, root_by_products
@@ -265,8 +266,11 @@ def choose_solver(
 
 def _resolve_dtype(dtype: torch.dtype | str, x: Tensor, solver: str) -> torch.dtype:
     if dtype == "auto":
-        return torch.float64 if solver == "products" else choose_dtype(x.device, x.dtype)
-    return named_dtype(dtype)
+        dtype = torch.float64 if solver == "products" else choose_dtype(x.device, x.dtype)
+    dtype = named_dtype(dtype)
+    # compiled products would be in TF32 or bfloat16, and no context here can prevent that
+    reduced = torch.compiler.is_compiling() and not torch.compiler.is_exporting() and reduces_float32(x.device.type)
+    return torch.float64 if reduced else dtype
 
 
 def _resolve_solver(solver: str, x: Tensor, dtype: torch.dtype, spectrum: bool) -> str:
@@ -392,7 +396,7 @@ def _roots(
     with full_precision(xc):
         u, sigma, vt = _FACTORS[solver](xc, recorded)
     if scale is not None:
-        sigma = sigma * scale
+        sigma = sigma * scale.nan_to_num(1.0)  # NaN for a sample with NaN, whose σ is 0 on CUDA
     token, matrices = graph_token(x), []
     for chosen in subsets:
         q: Tensor = _Root.apply(x, token, u, sigma, vt, *_kept(chosen, sigma, d), cut, seb)
@@ -452,4 +456,4 @@ def _by_rule(x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: Gradient
     q = matrix_sqrt(p, subset=subset, cut=cut, gradient=rule)
     if seb:
         q = q * (1 + scaling_factor(p, solver="eigh"))[..., None, None]
-    return q.to(output_dtype(x))
+    return q.to(x.device, output_dtype(x))

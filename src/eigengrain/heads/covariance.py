@@ -51,7 +51,7 @@ class _LearnedFactor(nn.Module):
 
     def _factor(self, x: Tensor) -> Tensor:
         # replicas of DataParallel list no parameters
-        out: Tensor = self.mlp(x.to(self.mlp[0].weight.dtype))  # type: ignore[arg-type]
+        out: Tensor = self.mlp(x.to(self.mlp[0].weight))  # type: ignore[arg-type]
         return out.squeeze(-1) + 1
 
 
@@ -257,7 +257,7 @@ class CovarianceHead(SpectralHead):
             scale = scaling_factor(p, self.factor, constant=self.constant, solver=solver, dtype=p.dtype)
             if self.path == "both" and self.factor != "constant":
                 scale = 1 + scale
-        return scale[:, None, None].to(q.dtype)
+        return scale[:, None, None].to(q)
 
     def pool(self, x: Tensor) -> Tensor:
         return self._vector(self.matrix(x), x)
@@ -269,7 +269,7 @@ class CovarianceHead(SpectralHead):
         return self._vector(matrix, reduced), Spectrum(values, factor)
 
     def _vector(self, matrix: Tensor, like: Tensor) -> Tensor:
-        return triu_vector(matrix, isometric=self.isometric).to(output_dtype(like))
+        return triu_vector(matrix, isometric=self.isometric).to(like.device, output_dtype(like))
 
     def extra_repr(self) -> str:
         branch = f", seb({self.factor}, {self.path})" if self.seb else ""

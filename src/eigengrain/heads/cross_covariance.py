@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from eigengrain.errors import ArgumentError
+from eigengrain.functional._autograd import with_gradient
 from eigengrain.functional.inputs import check_integer, full_precision, output_dtype
 from eigengrain.heads.base import Head
 from eigengrain.heads.layers import check_positive, unit
@@ -26,18 +27,22 @@ def leading_singular_value(matrix: Tensor, start: Tensor, iterations: int) -> Te
     Returns:
         s (...), 0 for a zero matrix, with a zero gradient.
 
+    Raises:
+        SecondOrderError: in a second backward pass.
+
     Example:
         >>> leading_singular_value(torch.diag(torch.tensor([3.0, 1.0])), torch.ones(2), iterations=20)
         tensor(3.)
     """
-    with full_precision(matrix):
-        with torch.no_grad():
-            v = start.to(matrix).expand(*matrix.shape[:-2], -1)
-            u = v
-            for _ in range(iterations):
-                u = unit((matrix @ v.unsqueeze(-1)).squeeze(-1))
-                v = unit((u.unsqueeze(-2) @ matrix).squeeze(-2))
-        return (u.unsqueeze(-2) @ matrix @ v.unsqueeze(-1)).squeeze((-2, -1))
+    with torch.no_grad(), full_precision(matrix):
+        v = start.to(matrix).expand(*matrix.shape[:-2], -1)
+        u = v
+        for _ in range(iterations):
+            u = unit((matrix @ v.unsqueeze(-1)).squeeze(-1))
+            v = unit((u.unsqueeze(-2) @ matrix).squeeze(-2))
+        slope = u.unsqueeze(-1) * v.unsqueeze(-2)
+        value = (u.unsqueeze(-2) @ matrix @ v.unsqueeze(-1)).squeeze((-2, -1))
+    return with_gradient(matrix, value, slope, "leading_singular_value")
 
 
 def cross_covariance_svpn(

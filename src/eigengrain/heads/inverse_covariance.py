@@ -174,7 +174,7 @@ class InverseCovariance(Head):
         return sparse_inverse(p, self.iterations, self.eta, self.penalty, self.ridge, self.products)
 
     def pool(self, x: Tensor) -> Tensor:
-        return triu_vector(self.matrix(x)).to(output_dtype(x))
+        return triu_vector(self.matrix(x)).to(x.device, output_dtype(x))
 
     def extra_repr(self) -> str:
         return f"iterations={self.iterations}, eta={self.eta}, penalty={self.penalty}, ridge={self.ridge}"

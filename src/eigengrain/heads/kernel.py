@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from eigengrain.errors import ArgumentError
-from eigengrain.functional.inputs import check_features, check_integer, output_dtype
+from eigengrain.functional.inputs import check_features, check_integer, output_dtype, to_compute
 from eigengrain.heads.base import Head
 from eigengrain.heads.compact import TensorSketch
 from eigengrain.heads.layers import check_positive, smooth_signed_sqrt, unit
@@ -40,7 +40,7 @@ def suggest_gamma(x: Tensor) -> float:
     """
     check_features(x)
     # the mean of all inner products is the squared length of the mean vector
-    mean = float(unit(x.detach().double().flatten(2).mT).mean(-2).square().sum(-1).mean())
+    mean = float(unit(to_compute(x.detach()).flatten(2).mT).mean(-2).square().sum(-1).mean())
     if not mean > 0:
         raise ArgumentError("x", "must not have a mean of zero in every image", remedy="pass more images")
     return max(1.0, 1 / mean)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import pytest
 import torch
-from spectral_cases import F64, features, generator, log_spectrum, relative
+from spectral_cases import F64, MpsHere, features, generator, log_spectrum, on_mps, relative
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -19,7 +19,8 @@ from eigengrain.functional import (
     triu_vector,
 )
 from eigengrain.functional.graded_factors import _resolve_op, length_floor, resolve_fixed
-from eigengrain.heads import create_head
+from eigengrain.heads import create_head, list_heads
+from eigengrain.heads.kernel import suggest_gamma
 
 F32 = torch.float32
 sqrt_module = importlib.import_module("eigengrain.functional.sqrt_covariance")
@@ -182,6 +183,16 @@ def two_threads():
     yield from with_threads(2)
 
 
+#: settings of the covariance head that compute in float64
+OPTIONS = {
+    "factor s": {"factor": "s"},
+    "learned factor": {"factor": "mlp-eigenvalues"},
+    "learned factor of a logarithm": {"factor": "mlp-eigenvalues", "normalise": "log"},
+    "published gradient": {"gradient": "pade"},
+    "float64": {"dtype": "float64"},
+}
+
+
 class TestWithoutFloat64:
     @pytest.mark.parametrize("dtype", [F32, torch.bfloat16])
     @pytest.mark.parametrize("shape", [(2, 40, 9, 9), (2, 40, 4, 4), (2, 3, 1, 1)])
@@ -239,6 +250,27 @@ class TestWithoutFloat64:
         head = create_head(name, 5, solver="products", dtype="float32")
         with RefuseFloat64(), torch.no_grad():
             head(torch.randn(2, 5, 4, 4))
+
+    @pytest.mark.parametrize("name", [*list_heads(any_backbone=True), *OPTIONS])
+    def test_every_head_on_a_device_without_float64(self, name):
+        """What needs float64 is computed on the CPU, and the vector goes back to the device."""
+        x = torch.randn(2, 6, 5, 5, generator=generator(3))
+        head = create_head("mpncov+seb", 6, **OPTIONS[name]) if name in OPTIONS else create_head(name, 6)
+        expected = head.eval()(x)
+        with MpsHere():
+            vector = head(on_mps(x))
+        assert vector.device.type == "mps"
+        torch.testing.assert_close(vector.as_subclass(torch.Tensor), expected)
+
+    def test_telemetry_on_a_device_without_float64(self):
+        x = torch.randn(2, 6, 5, 5, generator=generator(3))
+        for name in ("logcov+seb", "isqrt+seb"):
+            head = create_head(name, 6)
+            with MpsHere(), head.recording():
+                head(on_mps(x))
+            torch.testing.assert_close(head.last_spectrum.eigenvalues, head.eigenvalues(x), check_device=False)
+        with MpsHere():
+            assert suggest_gamma(on_mps(x)) == pytest.approx(suggest_gamma(x))
 
     def test_the_mode_notices_float64(self, one_thread):
         with pytest.raises(AssertionError), RefuseFloat64():

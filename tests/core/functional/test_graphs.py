@@ -1,12 +1,17 @@
 """CUDA helpers with CUDA itself replaced; test_cuda.py tests them on a device."""
 
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from eigengrain.functional import eigen, sqrt_covariance
 from eigengrain.functional._cuda import cusolver, graphs
+from eigengrain.functional.graded_factors import resolve_fixed
 
 
 class Recording:
@@ -133,6 +138,68 @@ def test_the_device_of_the_tensors_is_used(monkeypatch):
     assert entered == [second]
     assert graphs.capturing(second)
     assert not graphs.capturing(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("solver", ["eigh", "gram"])
+def test_bad_samples_become_zero(monkeypatch, solver, dtype):
+    """On CUDA nothing waits for a check: a bad sample gets a matrix and a gradient of zero, and is counted."""
+
+    def solve(p):
+        return *torch.linalg.eigh(p), torch.zeros(len(p), dtype=torch.int32)
+
+    counts = []
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr(cusolver, "available", lambda: True)
+    monkeypatch.setattr(cusolver, "syev_batched_unchecked", solve)
+    monkeypatch.setattr(eigen, "capturing", lambda device: False)
+    monkeypatch.setattr(eigen._REPAIRED, "add_later", lambda count: counts.append(int(count)))
+    monkeypatch.setitem(sqrt_covariance.__globals__, "resolve", resolve_fixed)
+    x = torch.randn(4, 16, 50 if solver == "eigh" else 9)
+    x[1, 0, 0], x[3, 2, 7] = torch.nan, torch.inf
+    q, values = sqrt_covariance(x.requires_grad_(), True, solver=solver, dtype=dtype, return_eigenvalues=True)
+    q.sum().backward()
+    assert counts[0] == 2
+    for result in (q, values, x.grad):
+        size = result.flatten(1).abs().amax(1)
+        assert size[[1, 3]].tolist() == [0, 0]
+        assert (size[[0, 2]] > 0).all()
+
+
+def test_threads_do_not_change_the_stream_of_a_handle_that_is_in_use(monkeypatch):
+    """Each thread has its own stream; between the choice of the stream and the work no other thread chooses another."""
+    stream, started = threading.local(), threading.Barrier(2)
+    current, pairs = [], []
+
+    class Library(dict):
+        def __missing__(self, name):
+            return self.set_stream if name == "cusolverDnSetStream" else self.work
+
+        def set_stream(self, handle, number):
+            current[:] = [number.value]
+            time.sleep(0.01)  # other threads run during a call
+            return 0
+
+        def work(self, *arguments):
+            pairs.append((current[0], stream.number))
+            return 0
+
+    monkeypatch.setattr(cusolver, "_library", Library)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=stream.number))
+
+    def run(number):
+        stream.number = number
+        started.wait()
+        for _ in range(5):
+            cusolver.syev_batched_unchecked(torch.eye(2).repeat(3, 1, 1))
+
+    monkeypatch.setattr(cusolver, "_handle", lambda index: (None, None))
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(run, (1, 2)))
+    assert {own for _, own in pairs} == {1, 2}
+    assert all(chosen == own for chosen, own in pairs)
 
 
 def test_cusolver_status_is_checked(monkeypatch):

@@ -1,4 +1,6 @@
 import math
+from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from eigengrain.functional import (
     covariance,
     exp_inverse,
     matrix_sqrt,
+    newton_schulz,
     scaling_factor,
     sqrt_covariance,
     sqrt_covariance_of_subsets,
@@ -169,6 +172,15 @@ class TestGradient:
             assert relative(gradient(x, g, seb=True, solver=solver), reference) < 1e-6
 
 
+@pytest.fixture
+def products():
+    """torch's settings of float32 products may be changed."""
+    yield
+    torch.set_float32_matmul_precision("highest")
+    for setting in (torch.backends, torch.backends.mkldnn.matmul, torch.backends.cuda.matmul):
+        setting.fp32_precision = "none"
+
+
 class TestPrecision:
     @pytest.mark.parametrize("kappa", [1e2, 1e6, 1e10])
     def test_the_float32_route_does_not_square_the_condition_number(self, kappa):
@@ -200,18 +212,44 @@ class TestPrecision:
             inside = gradient(x, upstream(x).float(), dtype=torch.float32)
         assert torch.equal(plain, inside)
 
-    def test_tf32_is_switched_off_and_on_again(self):
-        class OnCuda:  # a stand-in for a CUDA tensor
-            dtype, device = torch.float32, torch.device("cuda")
+    @pytest.mark.parametrize("device", ["cpu", "cuda"])
+    @pytest.mark.parametrize("how", ["high", "medium", "fp32_precision of the operation", "fp32_precision of all"])
+    def test_reduced_products_are_switched_off_and_on_again(self, products, how, device):
+        """By torch's older and newer setting, which must not be mixed; a CPU may compute in bfloat16, a GPU in TF32."""
+        x = SimpleNamespace(dtype=torch.float32, device=torch.device(device))  # a stand-in for a tensor
+        setting = {"cpu": torch.backends.mkldnn.matmul, "cuda": torch.backends.cuda.matmul}[device]
+        if how == "fp32_precision of the operation":
+            setting.fp32_precision = "tf32"
+        elif how == "fp32_precision of all":
+            torch.backends.fp32_precision = "tf32"
+        else:
+            torch.set_float32_matmul_precision(how)
+        before = setting.fp32_precision
+        assert before in ("tf32", "bf16")
+        first, second = ExitStack(), ExitStack()
+        first.enter_context(full_precision(x))
+        second.enter_context(full_precision(x))  # as another thread could
+        assert setting.fp32_precision == "ieee"
+        first.close()
+        assert setting.fp32_precision == "ieee"
+        second.close()
+        assert setting.fp32_precision == before
+        if how in ("high", "medium"):
+            assert torch.get_float32_matmul_precision() == how
 
-        before = torch.backends.cuda.matmul.allow_tf32
-        try:
-            torch.backends.cuda.matmul.allow_tf32 = True
-            with full_precision(OnCuda()):
-                assert not torch.backends.cuda.matmul.allow_tf32
-            assert torch.backends.cuda.matmul.allow_tf32
-        finally:
-            torch.backends.cuda.matmul.allow_tf32 = before
+    def test_float64_where_products_could_not_be_switched(self, products):
+        """Those of a backward pass by autograd, and of compiled code."""
+        x = features(8, 30, log_spectrum(8, 1e6), batch=2).float()
+        p = covariance(x)
+        compiled = torch.compile(sqrt_covariance, fullgraph=True, backend="eager")
+        assert not torch.equal(newton_schulz(p, dtype=torch.float32), newton_schulz(p))
+        assert torch.equal(compiled(x), sqrt_covariance(x))
+        torch.set_float32_matmul_precision("medium")
+        assert torch.equal(newton_schulz(p, dtype=torch.float32), newton_schulz(p))
+        exact = sqrt_covariance(x, dtype=F64)
+        assert torch.equal(compiled(x), exact)
+        assert torch.equal(torch.compile(sqrt_covariance, fullgraph=True, backend="eager")(x, dtype="float32"), exact)
+        assert not torch.equal(sqrt_covariance(x), exact)
 
     def test_channels_last_and_strided_input(self):
         x = torch.randn(2, 6, 5, 4)

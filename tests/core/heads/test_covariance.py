@@ -77,6 +77,14 @@ def test_forward(name, seb):
     assert torch.allclose(head(X), naive(name, X, seb), rtol=1e-9, atol=1e-10)
 
 
+@pytest.mark.parametrize("scale", [1e-3, 0.3, 3.0])
+def test_iteration_in_float32_at_any_scale(scale):
+    head = create_head("isqrt+seb", D, dtype="float32")
+    torch.testing.assert_close(
+        head(scale * X.float()), naive("isqrt", scale * X, True).float(), rtol=1e-4, atol=1e-6 * scale
+    )
+
+
 @pytest.mark.parametrize("path", ["both", "scaled"])
 @pytest.mark.parametrize("factor", ["qs", "q", "s"])
 def test_paths_and_factors(factor, path):

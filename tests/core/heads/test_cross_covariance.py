@@ -5,6 +5,7 @@ import pytest
 import torch
 from spectral_cases import refused
 
+from eigengrain.errors import SecondOrderError
 from eigengrain.heads import create_head
 from eigengrain.heads.cross_covariance import CrossCovariancePooling, cross_covariance_svpn, leading_singular_value
 
@@ -95,6 +96,21 @@ def test_leading_singular_value_from_below_and_its_gradient():
         torch.testing.assert_close(gradient.flatten(1).norm(dim=1), torch.ones(20, dtype=p.dtype))  # also unconverged
     assert errors == sorted(errors, reverse=True)
     torch.testing.assert_close(gradient, torch.autograd.grad(exact.sum(), p)[0], rtol=1e-6, atol=1e-8)
+
+
+def test_a_second_derivative_is_refused():
+    """That of the singular value at fixed vectors would be 0 instead of the true one."""
+    p = features(2, 3, 4).requires_grad_()
+    s = leading_singular_value(p, torch.ones(4), iterations=50)
+    (gradient,) = torch.autograd.grad(s.square().sum(), p, create_graph=True)
+    with pytest.raises(SecondOrderError) as caught:
+        gradient.sum().backward()
+    assert caught.value.function == "leading_singular_value"
+    x = features(1, 5, 3, 3).requires_grad_()
+    head = CrossCovariancePooling(5, rows=3).double()
+    (gradient,) = torch.autograd.grad(head(x).sin().sum(), x, create_graph=True)
+    with pytest.raises(SecondOrderError):
+        gradient.sum().backward()
 
 
 @pytest.mark.parametrize("scale", [1e-30, 1e-12, 1e-3, 1e4, 1e15])

@@ -8,6 +8,7 @@ solves it at once, 10 to 40 times faster for 32 matrices of size 256. Nothing is
 import ctypes
 import os
 import sys
+import threading
 from ctypes import byref, c_int, c_int64, c_size_t, c_void_p
 from functools import cache, lru_cache
 
@@ -19,6 +20,9 @@ from eigengrain.functional.inputs import LinAlgError
 
 _CUDA_R = {torch.float32: 0, torch.float64: 1}  # cudaDataType_t: CUDA_R_32F, CUDA_R_64F
 _EIG_MODE_VECTOR, _FILL_MODE_LOWER = 1, 0
+
+#: a handle has one stream at a time, and ctypes lets other threads run during a call
+_LOCK = threading.Lock()
 
 
 def _candidates() -> list[str]:
@@ -97,7 +101,7 @@ def syev_batched_unchecked(p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     for 32 matrices of size 256 in float64 on an H200.
     """
     batch, d = p.shape[0], p.shape[-1]
-    with torch.cuda.device(p.device):
+    with torch.cuda.device(p.device), _LOCK:
         handle, params = _handle(torch.cuda.current_device())
         _call("cusolverDnSetStream", handle, c_void_p(torch.cuda.current_stream().cuda_stream))
         # overwritten with the eigenvectors in column-major order, the transpose of torch's layout
