@@ -114,6 +114,38 @@ def test_validation_images_are_used(folder, name):
     assert {split: len(dataset) for split, dataset in splits.items()} == {"train": 6, "test": 1}
 
 
+def test_validation_images_of_a_table_without_test_images_are_used_for_test(flat):
+    rows = [f"cat/{i}.png,{'train' if i < 7 else 'valid'}" for i in range(10)]
+    (flat / "split.csv").write_text("\n".join(["path,split", *rows]))
+    splits = open_splits("folder", flat)
+    assert {split: len(dataset) for split, dataset in splits.items()} == {"train": 7, "test": 3}
+
+
+def test_a_fraction_that_leaves_no_validation_images(flat):
+    with pytest.raises(ArgumentError) as error:
+        open_splits("folder", flat, val_fraction=0.01)
+    assert (error.value.argument, error.value.value) == ("val_fraction", 0.01)
+
+
+def test_empty_lines_of_a_table(flat):
+    (flat / "split.csv").write_text("path;split\ncat/1.png;train\n;\n  \ncat/2.png;test\n;\n")
+    assert {split: len(dataset) for split, dataset in open_splits("folder", flat).items()} == {"train": 1, "test": 1}
+    for text in ("path;label\n", "path;label\n;\n"):
+        (flat / "split.csv").write_text(text)
+        fails(flat)
+
+
+def test_blanks_around_the_name_of_a_class(tmp_path):
+    for name in (" cat", "cat ", " dog "):
+        draw(tmp_path / name / f"{len(name)}.png"), draw(tmp_path / name / "9.png")
+    opened = open_dataset("folder", tmp_path, "test", test_fraction=1.0)
+    assert (opened.classes, opened.class_counts()) == (["cat", "dog"], [4, 2])
+    table = tmp_path / "images.csv"
+    table.write_text("path,split\n./ cat/4.png,train\n./ dog /9.png,train\n./ dog /5.png,test\n")
+    opened = open_dataset("folder", table)
+    assert (opened.classes, names(opened)) == (["cat", "dog"], [" cat/4.png", " dog /9.png"])
+
+
 def test_a_fraction_replaces_missing_validation_images(folder):
     splits = open_splits("folder", folder, val_fraction=0.3, seed=5)
     expected = split_validation(open_dataset("folder", folder), 0.3, seed=5)

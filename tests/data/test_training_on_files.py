@@ -124,6 +124,18 @@ def test_a_resumed_run_keeps_its_split(tmp_path):
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+def test_a_split_of_folders_with_blanks_or_bytes_that_are_not_text(tmp_path):
+    for k, name in enumerate((" cat", "caf\udce9", "cafz", "dog ")):  # classes are in the order of their printed names
+        for i in range(5):
+            draw(tmp_path / "photos" / name / f"{i}.png", size=(40, 36), seed=5 * k + i)
+    train(config(tmp_path / "run", tmp_path / "photos"))
+    run = open_run(tmp_path / "run")
+    assert run.classes == ["caf\\udce9", "cafz", "cat", "dog"]
+    assert run.dataset("test").class_counts() == [1] * 4
+    assert {path.parent.name for path in run.dataset("test").paths} == {" cat", "caf\udce9", "cafz", "dog "}
+    train(config(tmp_path / "run", tmp_path / "photos", epochs=2, resume=True))
+
+
 def test_a_run_on_a_table_keeps_its_split(tmp_path):
     write_photos(tmp_path / "photos")
     table = tmp_path / "lists/images.csv"
@@ -192,10 +204,60 @@ def test_unreadable_images_can_be_left_out(broken, tmp_path, capsys):
     assert error.value.argument == "data.skip_unreadable"
 
 
+@pytest.mark.parametrize("split", ["test", "valid"])
+def test_a_split_without_readable_images(folder, tmp_path, split):
+    draw(folder / "valid/cat/0.png")
+    for file in (folder / split).rglob("*.png"):
+        file.write_text("no image")
+    with pytest.raises(ArgumentError) as error:
+        train(config(tmp_path / "run", folder, {"skip_unreadable": True}, batch_size=2))
+    assert error.value.argument == "data.skip_unreadable"
+    with pytest.raises(UnreadableImages):  # there is nothing to time
+        train(config(tmp_path / "run", folder, batch_size=2, dry_run=True))
+
+
+def test_an_evaluation_without_readable_images(own, tmp_path, capsys):
+    write_photos(tmp_path / "new", cat=0, dog=1)
+    (tmp_path / "new/dog/0.png").write_text("no image")
+    words = ["evaluate", str(own / "run"), "--data", "folder", "--root", str(tmp_path / "new"), "--device", "cpu"]
+    assert cli.main([*words, "--workers", "0", "--skip_unreadable"]) == 2
+    assert "--skip_unreadable" in capsys.readouterr().err
+
+
 def test_images_that_a_training_left_out_are_left_out_later(folder, tmp_path):
     (folder / "test/cat/0.png").write_text("no image")
     train(config(tmp_path / "run", folder, {"skip_unreadable": True}, batch_size=2))
+    assert (tmp_path / "run/unreadable.txt").read_text().split("\t")[0] == "test/cat/0.png"
     assert len(open_run(tmp_path / "run").dataset("test")) == 3
+    moved = shutil.move(folder, tmp_path / "moved")
+    assert len(open_run(tmp_path / "run").dataset("test", root=str(moved))) == 3
+
+
+def test_a_resumed_run_leaves_out_the_same_images(folder, tmp_path):
+    """Also those that can be read by now, of a folder that has moved."""
+    broken = folder / "train/cat/0.png"
+    content = broken.read_bytes()
+    broken.write_text("no image")
+    options = {"skip_unreadable": True}
+    train(config(tmp_path / "whole", folder, options, batch_size=2, epochs=2))
+    train(config(tmp_path / "parts", folder, options, batch_size=2, epochs=1))
+    broken.write_bytes(content)
+    moved = shutil.move(folder, tmp_path / "moved")
+    train(config(tmp_path / "parts", moved, options, batch_size=2, epochs=2, resume=True))
+    weights = [open_run(tmp_path / name).model.state_dict() for name in ("whole", "parts")]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_the_list_of_an_earlier_dry_run_is_not_kept(folder, tmp_path):
+    content = (folder / "test/cat/0.png").read_bytes()
+    (folder / "test/cat/0.png").write_text("no image")
+    options = {"skip_unreadable": True}
+    train(config(tmp_path / "run", folder, options, batch_size=2, dry_run=True))
+    assert (tmp_path / "run/unreadable.txt").exists()
+    (folder / "test/cat/0.png").write_bytes(content)
+    train(config(tmp_path / "run", folder, options, batch_size=2))
+    assert not (tmp_path / "run/unreadable.txt").exists()
+    assert len(open_run(tmp_path / "run").dataset("test")) == 4
 
 
 def test_balance_and_its_hint(tmp_path, capsys):

@@ -77,6 +77,12 @@ def test_evaluate_uses_the_precision_of_the_training(options, tmp_path):
     assert abs(float(scores["float32"]["loss"]) - trained["scores"]["test_loss"]) > 1e-5  # the two can be told apart
 
 
+def test_evaluate_writes_beside_a_weights_file(plumage_run, tmp_path):
+    run = shutil.copytree(plumage_run, tmp_path / "run")
+    assert evaluate(str(run / "model/model.safetensors")) == 0
+    assert len(table(run / "model/evaluation.csv")) == 1
+
+
 def test_evaluate_subsets_flips_and_classes_of_a_model_folder(plumage_run, tmp_path):
     out, classes = tmp_path / "out.csv", tmp_path / "classes.csv"
     words = ["--checkpoint", str(plumage_run / "model"), "--data", "plumage", "--data_options", BIRDS, "--flip"]

@@ -19,6 +19,7 @@ from eigengrain.training.config import Data, Model, Optimiser, from_mapping
 from eigengrain.training.distributed import Process
 from eigengrain.training.features import FeatureBatches, TrainingFeatures
 from eigengrain.training.setup import build
+from eigengrain.yaml_files import read_mapping
 from training.small_run import SIZE, colours, small
 from training.test_resume import assert_same_run, stop_at
 
@@ -128,7 +129,8 @@ def test_a_resumed_run_gives_the_same_bits(tmp_path, first):
     assert_same_run(tmp_path / "whole", tmp_path / "part")
 
 
-def test_a_signal_while_features_are_computed(tmp_path, monkeypatch):
+@pytest.mark.parametrize("changes", [{}, CHANGES["calibrated"]], ids=["plain", "calibrated"])
+def test_a_signal_while_features_are_computed(tmp_path, monkeypatch, changes):
     compute = setup.MixedPrecision.raw_features
 
     def stopping(net, images):
@@ -138,12 +140,13 @@ def test_a_signal_while_features_are_computed(tmp_path, monkeypatch):
 
     monkeypatch.setattr(setup.MixedPrecision, "raw_features", stopping)
     with pytest.raises(Interrupted) as stop:
-        train(frozen(tmp_path), colours())
+        train(frozen(tmp_path, **changes), colours())
     assert stop.value.exit_code == 143
     monkeypatch.undo()
     assert not (tmp_path / "last.pt").exists()
-    train(frozen(tmp_path, resume=True), colours())
-    train(frozen(tmp_path / "other"), colours())
+    again = from_mapping(read_mapping(tmp_path / "args.yaml"))
+    train(replace(again, resume=True), colours())
+    train(frozen(tmp_path / "other", **changes), colours())
     assert_same_run(tmp_path, tmp_path / "other")
 
 

@@ -148,6 +148,12 @@ def test_a_recipe_is_chosen_by_device_and_number_of_images(folder, monkeypatch, 
     assert "3 images" in request.note
 
 
+def test_a_table_is_counted_and_what_is_missing_is_not(folder):
+    (folder / "list.csv").write_text("path,label\nwren/0.jpg,wren\n")
+    assert "1 image," in chosen(folder / "list.csv").note
+    assert chosen(folder / "missing").note == chosen(folder / "wren" / "0.jpg").note == ""
+
+
 def test_named_recipes_and_files_are_not_replaced(folder):
     assert chosen(folder, "--recipe", "plumage-demo").config.model.backbone == "plumage_net"
     (folder / "mine.yaml").write_text("epochs: 7\n")

@@ -17,6 +17,7 @@ from eigengrain.models import from_pretrained
 from eigengrain.training import loop, open_run, setup, train
 from eigengrain.training.checkpoint import read_checkpoint
 from eigengrain.training.config import Model, Optimiser, Schedule, from_mapping
+from eigengrain.training.distributed import preserve_generators
 from eigengrain.training.telemetry import COLUMNS, Summary, read_summary
 from training.small_run import colours, small
 
@@ -162,6 +163,22 @@ def test_a_signal_during_the_evaluation(uninterrupted, tmp_path, monkeypatch):
     assert read_checkpoint(tmp_path / "last.pt")["progress"]["batch"] == 5
     train(small(tmp_path, resume=True, **EMA), colours())
     assert_same_run(uninterrupted, tmp_path)
+
+
+def test_a_signal_is_noticed_soon_whatever_the_number_of_accumulated_batches(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "check_interval", lambda device: 4)  # as on an accelerator
+    with pytest.raises(Interrupted):
+        train(small(tmp_path, accumulate=3), colours(train=56), stop_at(0, 0))
+    assert read_checkpoint(tmp_path / "last.pt")["progress"]["batch"] == 6  # the end of the first group after 4 batches
+
+
+def test_the_generator_of_mps_is_a_part_of_the_state(monkeypatch):
+    states = [torch.tensor([3]), torch.tensor([5])]
+    monkeypatch.setattr(torch.mps, "get_rng_state", lambda: states[-1])
+    monkeypatch.setattr(torch.mps, "set_rng_state", states.append)
+    with preserve_generators(torch.device("mps")):
+        states.append(torch.tensor([7]))
+    assert [int(state) for state in states] == [3, 5, 7, 5]
 
 
 def test_kill_9_in_the_middle_of_an_epoch(uninterrupted, tmp_path):

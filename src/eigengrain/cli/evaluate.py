@@ -88,14 +88,19 @@ def run(config: Evaluate) -> None:
     subsets = [str(EigenSubset.parse(text)) for text in config.subset] or ["own"]
     trained = open_run(config.checkpoint).with_transforms(config.kind, config.img_size)
     model = trained.model
-    out = writable(config.out or Path(config.checkpoint) / "evaluation.csv")
+    checkpoint = Path(config.checkpoint)  # a folder, or a weights file with its config beside it
+    folder = checkpoint if checkpoint.is_dir() else checkpoint.parent
+    out = writable(config.out or folder / "evaluation.csv")
     per_class = writable(config.per_class) if config.per_class else None
     with join(config.device) as process:
         dataset = trained.dataset(config.split, name=config.data, root=config.root, options=config.data_options)
         if config.skip_unreadable and (problems := find_unreadable(dataset, config.workers, progress=process.is_main)):
             dataset = leave_out(dataset, problems)
+            listed = few([printable(each.path) for each in problems], 3)
+            if not len(dataset):
+                raise ArgumentError("skip_unreadable", f"leaves no image: {listed} cannot be read", True)
             if process.is_main:
-                output.note(f"unreadable images left out: {few([printable(each.path) for each in problems], 3)}")
+                output.note(f"unreadable images left out: {listed}")
         model.to(process.device)
         common: dict[str, Any] = {"train": False, "workers": config.workers, "pin_memory": process.device.type == "cuda"}
         loader = make_loader(dataset, config.batch_size, rank=process.rank, world_size=process.world_size, **common)

@@ -6,6 +6,7 @@ from pathlib import Path
 from eigengrain import output
 from eigengrain.data.datasets.layout import images_below
 from eigengrain.errors import Interrupted
+from eigengrain.text import counted
 from eigengrain.training.config import Train, load_recipe
 from eigengrain.yaml_files import read_mapping
 
@@ -47,9 +48,12 @@ def choose_recipe(config: Train) -> tuple[str, str]:
     if config.resume and arguments.is_file() and (used := read_mapping(arguments).get("recipe")):
         return str(used), f"recipe {used}, as before"
     root, device = Path(config.data.root or "."), pick_device(config.device).type
-    images = len(images_below(str(root))) if root.is_dir() else sum(1 for _ in root.open("rb")) if root.is_file() else 0
+    table = root.suffix.lower() in (".csv", ".tsv") and root.is_file()
+    if not table and not root.is_dir():
+        return "photos-small", ""  # the data set will name what is missing
+    images = sum(1 for _ in root.open("rb")) - 1 if table else len(images_below(str(root)))
     name = "photos" if device == "cuda" and images >= MANY_IMAGES else "photos-small"
-    reason = f"{images:,} images, {'a GPU' if device == 'cuda' else 'no GPU'}"
+    reason = f"{counted(images, 'image')}, {'a GPU' if device == 'cuda' else 'no GPU'}"
     backbone = load_recipe(name).model.backbone
     if config.model.weights is None and not _weights_available(backbone):
         note = f"the pretrained weights of {backbone} cannot be downloaded, so a small network starts from random weights"

@@ -128,6 +128,8 @@ def generator_states(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {"torch": torch.get_rng_state(), "python": random.getstate()}
     if device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(device)
+    if device.type == "mps":
+        states["mps"] = torch.mps.get_rng_state()
     return states
 
 
@@ -138,6 +140,8 @@ def restore_generators(states: dict[str, Any], device: torch.device) -> None:
     random.setstate((version, tuple(numbers), rest))
     if device.type == "cuda" and "cuda" in states:
         torch.cuda.set_rng_state(states["cuda"], device)
+    if device.type == "mps" and "mps" in states:
+        torch.mps.set_rng_state(states["mps"])
 
 
 @contextmanager

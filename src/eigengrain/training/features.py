@@ -215,9 +215,8 @@ def keep_features(images: Loaders, net: MixedPrecision, config: Train, process: 
 
     pipeline = images.train.dataset.transform
     assert isinstance(pipeline, Pipeline)
-    first = images.test.dataset if len(images.test.dataset) else images.train.dataset
     with torch.no_grad():
-        each = compute(first[0][0][None])
+        each = compute(images.test.dataset[0][0][None])
     views = 2 if pipeline.flip else 1
     counts = [len(split.dataset) for split in images if split is not None]
     number = views * counts[0] + sum(counts[1:])

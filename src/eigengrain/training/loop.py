@@ -49,9 +49,6 @@ from eigengrain.training.signals import StopRequest, catch_signals
 from eigengrain.training.sources import Sources, write_split
 from eigengrain.training.telemetry import Meter, Summary, spectrum_row
 
-#: batches between two checks of the losses on an accelerator, because each check waits for the device
-CHECK_EVERY = 25
-
 #: function that is called after each batch with epoch, batch (both from 0) and the loss of this process
 OnStep = Callable[[int, int, float], object]
 
@@ -132,16 +129,19 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     features = [loader for loader in run.loaders if isinstance(loader, FeatureBatches)]
     for kept in features:
         kept.each = stop_before_training
-    with restoring(out / LAST) if (out / LAST).exists() else nullcontext():
-        progress, generators = _start_or_resume(run, out)
-    if progress.epoch < config.epochs and not _stalled(config, progress):
-        for kept in features:
-            kept.fill()  # here, so that the first epoch is not timed with it
+    resumed = (out / LAST).exists()
+    with restoring(out / LAST) if resumed else nullcontext():
+        progress, generators = _resume(run, out) if resumed else (Progress(), None)
     if process.is_main:
         write_arguments(out, config)
         write_split(out, run.sources, config.data.root)
         if progress.epoch < config.epochs:
             (out / RESULTS).unlink(missing_ok=True)  # a finished run that gets more epochs has no result yet
+    if not resumed:
+        run.calibrate()
+    if progress.epoch < config.epochs and not _stalled(config, progress):
+        for kept in features:
+            kept.fill()  # here, so that the first epoch is not timed with it
     summary = Summary(out / "summary.csv", progress.epoch) if process.is_main else None
     head = model.head if isinstance(model.head, SpectralHead) else None
     board: Any = None
@@ -149,7 +149,7 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
         from torch.utils.tensorboard import SummaryWriter
 
         board = SummaryWriter(str(out / "tensorboard"), purge_step=progress.epoch + 1)  # drops what is trained again
-    check_every = 1 if process.device.type == "cpu" else CHECK_EVERY
+    check_every = check_interval(process.device)
 
     def save() -> None:
         states = process.gather(generator_states(process.device))
@@ -227,7 +227,7 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
 
                 # check the losses, save, stop: at the same batches in all processes
                 saves = config.save_every > 0 and (batch + 1) % config.save_every == 0
-                if saves or ends_epoch or (batch + 1) % check_every == 0:
+                if saves or ends_epoch or len(losses) >= check_every:
                     meter.images, seen = meter.images + seen, 0
                     for number, value in enumerate(meter.add(losses, right, norms, process), start=batch + 2 - len(losses)):
                         if not math.isfinite(value):
@@ -286,6 +286,11 @@ def _train(run: Run, request: StopRequest, on_step: OnStep | None) -> Result:
     return _finish(run, progress, out)
 
 
+def check_interval(device: torch.device) -> int:
+    """Least number of batches between two checks of the losses; on an accelerator, each check waits for the device."""
+    return 1 if device.type == "cpu" else 25
+
+
 @contextmanager
 def _fastest_kernels() -> Iterator[None]:
     """Let cuDNN search for the fastest convolutions, because all batches have one shape, unless they must be repeatable."""
@@ -297,15 +302,12 @@ def _fastest_kernels() -> Iterator[None]:
         torch.backends.cudnn.benchmark = before
 
 
-def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | None]:
-    """Progress to start from, and the generator states if that is within an epoch.
+def _resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | None]:
+    """Restore a run; returns its progress, and the generator states if that is within an epoch.
 
     The number of epochs may change: from here on the learning rate is that of a run with the new number. For ``drops``,
     ``constant``, ``step`` and ``plateau``, which do not depend on it, the results are those of such a run.
     """
-    if not (out / LAST).exists():
-        run.calibrate()
-        return Progress(), None
     state = read_checkpoint(out / LAST)
     if changed := [name for name in differences(state["config"], to_mapping(run.config)) if name != "epochs"]:
         names = ", ".join(f"{{{name}}}" for name in changed[:5])
@@ -323,8 +325,12 @@ def _start_or_resume(run: Run, out: Path) -> tuple[Progress, dict[str, Any] | No
     if epochs != before:
         run.schedule.step_update(progress.updates)  # the learning rate of the next update
         change = "as before" if kind in UNBOUNDED else f"that of {counted(epochs, 'epoch')}"
+        if _stalled(run.config, progress):
+            change = f"not used, because early_stop {run.config.early_stop} ended the run after epoch {progress.epoch}"
+        else:
+            change += " from here on"
         if run.process.is_main:
-            output.note(f"{epochs} instead of {counted(before, 'epoch')}: the schedule ({kind}) is {change} from here on")
+            output.note(f"{epochs} instead of {counted(before, 'epoch')}: the schedule ({kind}) is {change}")
     if run.process.is_main and progress.batch == 0 and progress.best_epoch == progress.epoch:
         copy_atomically(out / LAST, out / BEST)  # the run may have been killed between the two
     states = state["generators"][run.process.rank :] if progress.batch else []

@@ -46,11 +46,11 @@ def dry_run(run: Run) -> None:
     evaluation = sum(seconds for seconds, _ in times)
     speed = speed._replace(once=speed.once + sum(once for _, once in times))
     memory = _peak_memory(process.device)
-    images, _ = run.to_device(next(iter(run.images.test)))
+    image = run.images.test.dataset[0][0].to(process.device)
     with torch.no_grad():
-        map_size = tuple(model.eval().forward_features(images[:2]).shape[1:])
+        map_size = tuple(model.eval().forward_features(image[None]).shape[1:])
     if process.is_main:
-        _print_plan(run, speed, evaluation, memory, tuple(images.shape[1:]), map_size)
+        _print_plan(run, speed, evaluation, memory, tuple(image.shape), map_size)
     if run.unreadable is not None:
         raise run.unreadable
 

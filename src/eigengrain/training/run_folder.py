@@ -31,6 +31,28 @@ ARGUMENTS, RESULTS, MODEL = "args.yaml", "results.json", "model"
 SPLIT, UNREADABLE = "split.csv", "unreadable.txt"
 
 
+def names_below(root: str | None, paths: Sequence[Path]) -> list[str]:
+    """Paths relative to the folder of a data set, or to that of its table; those of other places as they are."""
+    place = Path(root or "").expanduser()
+    place = place if place.is_dir() else place.parent
+    return [(path.relative_to(place) if path.is_relative_to(place) else path).as_posix() for path in paths]
+
+
+def leave_out_listed(dataset: ImageSet, folder: Path, root: str | None) -> ImageSet:
+    """The samples of a data set that ``unreadable.txt`` in the folder of a run does not list.
+
+    The listing has paths relative to ``root``, which may have moved; those of older runs are complete.
+    """
+    listing = folder / UNREADABLE
+    if dataset.paths is None or not listing.is_file():
+        return dataset
+    listed = {line.partition("\t")[0] for line in read_text(listing).splitlines()}
+    names = zip(dataset.paths, names_below(root, dataset.paths), strict=True)
+    return dataset.subset(
+        [k for k, (path, name) in enumerate(names) if not {printable(str(path)), printable(name)} & listed]
+    )
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """A trained model and what is needed to use it on images.
@@ -162,9 +184,8 @@ class TrainedModel:
         if split not in opened:
             raise ArgumentError("split", "is not available: there are no validation images", split, "use test")
         dataset = opened[split]
-        if name is None and data.skip_unreadable and self.folder is not None and (self.folder / UNREADABLE).is_file():
-            skipped = {line.partition("\t")[0] for line in read_text(self.folder / UNREADABLE).splitlines()}
-            dataset = dataset.subset([i for i in range(len(dataset)) if printable(str(dataset.path(i))) not in skipped])
+        if name is None and data.skip_unreadable and self.folder is not None:
+            dataset = leave_out_listed(dataset, self.folder, data.root)
         if self.model.class_names is not None:
             dataset = dataset.with_classes(self.model.class_names)
         elif (expected := self.model.num_classes) != len(dataset.classes):

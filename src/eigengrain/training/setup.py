@@ -30,7 +30,7 @@ from eigengrain.training.config import Train, to_mapping
 from eigengrain.training.distributed import Process
 from eigengrain.training.features import FeatureBatches, keep_features, reason_against
 from eigengrain.training.loss import Loss, Maps
-from eigengrain.training.run_folder import ARGUMENTS
+from eigengrain.training.run_folder import ARGUMENTS, leave_out_listed
 from eigengrain.training.sam import sharpen
 from eigengrain.training.schedule import build_optimiser, build_schedule
 from eigengrain.training.sources import Loaders, Sources, check_readable, make_loaders, open_sources, print_notes
@@ -217,21 +217,31 @@ def _check_mixing(config: Train, model: CovarianceNet) -> None:
 def _check_images(config: Train, sources: Sources, process: Process) -> tuple[Sources, UnreadableImages | None]:
     """Sources without the images that cannot be read, and for a dry run the error that lists these.
 
+    A resumed run leaves out the images that it left out before.
+
     Raises:
         UnreadableImages: if the config does not leave such images out, or none of a class is left.
     """
-    out, skip = Path(config.out), config.data.skip_unreadable
-    if not skip and (not config.check_images or (out / LAST).exists()):
+    out, skip, root = Path(config.out), config.data.skip_unreadable, config.data.root
+    if (out / LAST).exists():
+        if skip:
+            train, test = (leave_out_listed(images, out, root) for images in (sources.train, sources.test))
+            val = None if sources.val is None else leave_out_listed(sources.val, out, root)
+            sources = sources._replace(train=train, test=test, val=val)
         return sources, None
-    sources, unreadable = check_readable(sources, out, config.workers, process)
+    if not skip and not config.check_images:
+        return sources, None
+    sources, unreadable = check_readable(sources, out, config.workers, process, root)
     if unreadable is None:
         return sources, None
     counts = sources.train.class_counts()
-    if skip and 0 in counts:
-        name = sources.train.classes[counts.index(0)]
-        problem = f"leaves no training image of {name!r}; {unreadable.listing} lists the unreadable ones"
+    empty = [f"training image of {name!r}" for name, count in zip(sources.train.classes, counts, strict=True) if not count]
+    named = (("test", sources.test), ("validation", sources.val))
+    empty += [f"{name} image" for name, images in named if images is not None and not len(images)]
+    if skip and empty:
+        problem = f"leaves no {empty[0]}; {unreadable.listing} lists the unreadable ones"
         raise ArgumentError("data.skip_unreadable", problem)
-    if 0 in counts or not (skip or config.dry_run):
+    if empty or not (skip or config.dry_run):
         raise unreadable
     if process.is_main:
         output.note(f"unreadable images left out: {len(unreadable.problems)}, listed in {unreadable.listing}")

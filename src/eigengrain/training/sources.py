@@ -17,7 +17,7 @@ from eigengrain.text import printable
 from eigengrain.training.checkpoint import LAST, write_atomically
 from eigengrain.training.config import Data, Train
 from eigengrain.training.distributed import Process
-from eigengrain.training.run_folder import SPLIT, UNREADABLE
+from eigengrain.training.run_folder import SPLIT, UNREADABLE, names_below
 
 
 class Sources(NamedTuple):
@@ -65,35 +65,38 @@ def write_split(out: Path, sources: Sources, root: str | None) -> None:
     (out / SPLIT).unlink(missing_ok=True)
     if sources.train.groups is None or root is None:
         return
-    place = Path(root).expanduser()
-    place = place if place.is_dir() else place.parent
     file = io.StringIO(newline="")
     table = csv.writer(file)
     table.writerow(("path", "label", "split"))
     for split, dataset in zip(("train", "test", "val"), sources[:3], strict=True):
         if dataset is not None:
-            for path, label in zip(dataset.paths or (), dataset.labels, strict=True):
-                name = path.relative_to(place) if path.is_relative_to(place) else path
-                table.writerow((name.as_posix(), dataset.classes[label], split))
+            for name, label in zip(names_below(root, dataset.paths or ()), dataset.labels, strict=True):
+                # blanks around an entry of a table are removed when it is read
+                table.writerow((name if name == name.strip() else f"./{name}", dataset.classes[label], split))
     text = file.getvalue().encode("utf-8", "backslashreplace")
     write_atomically(out / SPLIT, lambda stream: stream.write(text))
 
 
-def check_readable(sources: Sources, out: Path, workers: int, process: Process) -> tuple[Sources, UnreadableImages | None]:
+def check_readable(
+    sources: Sources, out: Path, workers: int, process: Process, root: str | None = None
+) -> tuple[Sources, UnreadableImages | None]:
     """Open every image file once: sources without the images that cannot be read, and the error that lists them.
 
     Each process checks a share: processes that only waited for the first would time out. ``unreadable.txt`` in the folder
-    lists the images.
+    lists the images, relative to ``root``.
     """
     datasets = [dataset for dataset in sources[:3] if dataset is not None and dataset.paths is not None]
     shares = [dataset.subset(range(process.rank, len(dataset), process.world_size)) for dataset in datasets]
     own = [problem for share in shares for problem in find_unreadable(share, workers, progress=process.is_main)]
     problems = [problem for part in process.gather(own) for problem in part]
     if not problems:
+        if process.is_main and (out / UNREADABLE).is_file():  # of an earlier dry run
+            (out / UNREADABLE).unlink()
         return sources, None
     listed = [(printable(problem.path), printable(problem.reason)) for problem in problems]
     if process.is_main:
-        text = "".join(f"{path}\t{reason}\n" for path, reason in listed)
+        names = names_below(root, [Path(problem.path) for problem in problems])
+        text = "".join(f"{printable(name)}\t{reason}\n" for name, (_, reason) in zip(names, listed, strict=True))
         writable(out / UNREADABLE).write_text(text, encoding="utf-8")
     train, test = (leave_out(dataset, problems) for dataset in (sources.train, sources.test))
     val = None if sources.val is None else leave_out(sources.val, problems)

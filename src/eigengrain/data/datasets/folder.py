@@ -151,13 +151,18 @@ def read_tree(root: Path, names: Mapping[str, str] = _SPLITS) -> Tree:
         split = split_of.get(folder.parts[outer]) if len(folder.parts) > outer else None
         inner = folder.parts[outer + bool(split_of) :]
         if inner and (split or not split_of):
-            samples += [Sample(str(folder / file), inner[0], split) for file in files]
+            samples += [Sample(str(folder / file), _class_name(inner[0]), split) for file in files]
         else:
             loose += [str(folder / file) for file in files]
     empty = [EmptyFolder(str(e.filename), f"the folder cannot be read ({e.strerror})") for e in errors]
     empty += [each._replace(path=str(root / each.path)) for each in _empty_folders(folders)]
     others = count_suffixes(name for files in folders.values() for name in files if not is_image_name(name))
     return Tree(samples, loose, empty, others, next(iter(errors), None))
+
+
+def _class_name(name: str) -> str:
+    """The name of a class on one line and without blanks around it, as it is in a table that is written and read again."""
+    return printable(name.strip() or name)
 
 
 def _empty_folders(folders: Mapping[PurePath, list[str]]) -> list[EmptyFolder]:
@@ -217,6 +222,8 @@ def _read_table(root: Path, table: Path) -> list[Sample]:
     samples: dict[str, Sample] = {}
     for line in lines:
         values = {kind: line[name].strip() for kind, names in used.items() for name in names}
+        if not any(values.values()):  # spreadsheets write such lines at the end
+            continue
         if not all(values.values()):
             raise error("a line has an empty path, label or split", next(filter(None, values.values()), None))
         name, split = values["path"], values.get("split")
@@ -227,10 +234,14 @@ def _read_table(root: Path, table: Path) -> list[Sample]:
             raise error(f"{name!r} is outside of the folder", name)  # the table may be a stranger's
         if path in samples:  # cleaned, because ./a.jpg and a.jpg are one image
             raise error(f"{path!r} appears more than once, but an image belongs to one split", path)
-        label = values.get("label") or _class_folder(path)
+        label = _class_name(values.get("label") or _class_folder(path))
         if not label:
             raise error(f"{name!r} is not in a class folder; write CLASS/IMAGE, or add a column label", name)
         samples[path] = Sample(path, label, split and _SPLITS[split.lower()])
+    if not samples:
+        raise error("it lists no images")
+    if "test" not in {sample.split for sample in samples.values()}:  # as in folders
+        return [sample._replace(split="test") if sample.split == "val" else sample for sample in samples.values()]
     return list(samples.values())
 
 
@@ -279,11 +290,11 @@ def _open(
     label_of = {name: k for k, name in enumerate(classes)}
     places = [k for k, sample in enumerate(samples) if sample.split == split]
     labels, paths = [label_of[samples[k].label] for k in places], [root / samples[k].path for k in places]
-    titles, name = list(map(printable, classes)), "validation" if split == "val" else split
+    name = "validation" if split == "val" else split
     if table is not None and (places or split != "val"):
-        opened = build_image_set(entry, name, titles, labels, paths, table)
+        opened = build_image_set(entry, name, classes, labels, paths, table)
     else:
-        opened = data.ImageSet(entry.name, name, titles, labels, paths)
+        opened = data.ImageSet(entry.name, name, classes, labels, paths)
     opened.notes, opened.groups = notes, None if groups is None else groups[places]
     return opened
 
@@ -310,7 +321,7 @@ def _draw_split(
     notes = [f"no split: {held.sum():,} of {counted(len(samples), 'image')} were drawn for test (split_seed {seed})"]
     untested = sorted({*names} - {sample.label for sample in chosen if sample.split == "test"})
     if untested:
-        notes.append(f"{len(untested)} of {len(names)} classes have no test image: {printable(few(untested, SHOWN))}")
+        notes.append(f"{len(untested)} of {len(names)} classes have no test image: {few(untested, SHOWN)}")
     copies = len(samples) - len({*groups.tolist()})
     if copies:
         notes.append(f"{counted(copies, 'image')} with a copy that looks the same: copies are on one side of the split")

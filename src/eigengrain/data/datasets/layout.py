@@ -248,7 +248,7 @@ def build_image_set(
     ``source`` is the list of the images, for the error.
     """
     if not paths:
-        raise AnnotationError(entry.name, source, "it contains no image of this split")
+        raise AnnotationError(entry.name, source, f"it contains no image of the split {split}")
     check_paths(entry, paths, source)
     used = set(labels)
     empty = [name for k, name in enumerate(classes) if k not in used]

@@ -128,8 +128,8 @@ def open_dataset(name: str, root: str | Path | None = None, split: str = "train"
     if entry.drawn and root is not None:
         raise ArgumentError("root", f"is not used by {name}, whose images are drawn", str(root), "leave it out")
     if not entry.drawn and root is None:
-        content = ", ".join(path for path, _ in entry.layout)
-        raise ArgumentError("root", f"must be the folder of {entry.title}", root, f"it contains {content}")
+        remedy = f"it contains {', '.join(path for path, _ in entry.layout)}; your own images are data set 'folder'"
+        raise ArgumentError("root", f"must be the folder of {entry.title}", root, remedy)
     reader = entry.reader
     if isinstance(reader, str):
         reader = resolve_name(reader)
@@ -173,7 +173,13 @@ def open_splits(
         opened["val"] = validation
     elif val_fraction:
         train = opened.get("train") or open_dataset(name, root, "train", **options)
-        opened["train"], opened["val"] = split_validation(train, val_fraction, seed=seed)
+        try:
+            opened["train"], opened["val"] = split_validation(train, val_fraction, seed=seed)
+        except ArgumentError as error:
+            if error.argument != "fraction":
+                raise
+            remedy = "use a larger one, or 0 for no validation images"
+            raise ArgumentError("val_fraction", error.problem, val_fraction, remedy) from None
     return {split: opened[split] for split in splits if split in opened}
 
 
