@@ -10,6 +10,7 @@ from torch.nn.functional import interpolate
 
 from eigengrain.data import ImageSet
 from eigengrain.explain import attribute_rules
+from eigengrain.explain.sanity import stages_of
 from eigengrain.explain.smooth import smooth_maps
 from eigengrain.explorer.session import Session
 from eigengrain.models import create_model
@@ -73,6 +74,16 @@ def test_smooth_maps_are_those_of_the_head():
     torch.testing.assert_close(smooth_maps(model, x, 1), expected)
 
 
+def test_the_branch_is_randomised_with_classifier_and_head():
+    model = make()
+    stages = {stage.name: stage.weights for stage in stages_of(model)}
+    assert {"mid_level.classifier.weight", "mid_level.classifier.bias"} < set(stages["classifier"])
+    assert {"mid_level.reduce.0.weight", "head.reduce.0.weight"} < set(stages["head"])
+    assert sorted(name for names in stages.values() for name in names) == sorted(
+        name for name, _ in model.named_parameters()
+    )
+
+
 def test_explorer_scores_are_those_of_the_whole_model(tmp_path):
     model = make().float()
     for number in range(2):
@@ -81,6 +92,7 @@ def test_explorer_scores_are_those_of_the_whole_model(tmp_path):
     examples = ImageSet("two", "test", ["a", "b", "c", "d"], [0, 1], files, TrainedModel(model).transform)
     session = Session("two", model, examples)
     analysis = session.analyse("example-1")
+    assert analysis.bytes > analysis.inputs.nbytes + analysis.reduced.nbytes + analysis.beside.nbytes
     for prediction in session.predict(analysis, 2):
         with torch.no_grad(), model.head.keeping(prediction.subset):
             expected = model(analysis.inputs)[0].double().softmax(0)

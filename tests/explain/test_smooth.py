@@ -6,15 +6,16 @@ from captum.attr import LayerGradCam
 from torch.nn.functional import interpolate
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
+from eigengrain.errors import ArgumentError
 from eigengrain.explain.smooth import smooth_maps
 from eigengrain.models import create_model
 
 IMAGES = torch.rand(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
 
 
-def model(head, **options):
+def model(head, num_classes=4, **options):
     torch.manual_seed(0)
-    return create_model("test_resnet", head=head, num_classes=4, last_stride=1, **options).eval()
+    return create_model("test_resnet", head=head, num_classes=num_classes, last_stride=1, **options).eval()
 
 
 @pytest.mark.parametrize("target", [None, 2, [1, 3], torch.tensor([1, 3])])
@@ -57,3 +58,10 @@ def test_the_model_and_the_images_are_restored():
     assert not images.requires_grad
     assert all(parameter.grad is None for parameter in net.parameters())
     torch.testing.assert_close(smooth_maps(net, images[:1], 0)[0], maps[0], rtol=1e-3, atol=1e-5)  # images are independent
+
+
+def test_a_model_without_classifier_is_refused():
+    for target in (None, 0):
+        with pytest.raises(ArgumentError) as caught:
+            smooth_maps(model("mpncov", reduce=5, num_classes=0), IMAGES, target)
+        assert caught.value.argument == "model"

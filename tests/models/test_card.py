@@ -45,6 +45,7 @@ def blocks(text: str) -> list[str]:
 def test_a_card_has_the_metadata_of_the_hub_and_the_accuracy_with_its_interval(model, tmp_path):
     card = ModelCard("birds", train_images=1200, test_images=200, accuracy=91.5, license="cc-by-4.0")
     eg.save_pretrained(model, tmp_path, ["wren", "robin", "tit"], img_size=64, card=card)
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1  # who may read one file may read all
     text = (tmp_path / "README.md").read_text()
     values = front_matter(text)
     assert values["library_name"] == "eigengrain"
@@ -152,12 +153,17 @@ def hub(monkeypatch):
     server.server_close()
 
 
-@pytest.mark.parametrize("kind", ["model", "folder", "run"])
+@pytest.mark.parametrize("kind", ["model", "wrapped", "folder", "run"])
 def test_a_pushed_model_can_be_loaded_again(hub, model, tmp_path, kind):
     model.class_names = ["wren", "robin", "tit"]
     model.eval()
-    source = {"model": model, "folder": tmp_path / "mine" / "model", "run": tmp_path / "mine"}[kind]
-    if kind != "model":
+    source = {
+        "model": model,
+        "wrapped": torch.nn.DataParallel(model),
+        "folder": tmp_path / "mine" / "model",
+        "run": tmp_path / "mine",
+    }[kind]
+    if kind in ("folder", "run"):
         eg.save_pretrained(model, tmp_path / "mine" / "model")
         (tmp_path / "mine" / "model" / "private.jpg").write_bytes(b"not for the hub")
     url = push_to_hub(source, "owner/birds", private=True, token="hf_secret")

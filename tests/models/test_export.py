@@ -4,6 +4,7 @@ import copy
 import functools
 import json
 import math
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -278,7 +279,10 @@ def test_programs_in_files(tmp_path):
     assert read_metadata(report.path) == metadata(model, 64)
 
     (tmp_path / "empty.pt2").write_bytes(b"")
-    for name in ("missing.pt2", "empty.pt2"):
+    for number, content in enumerate(("[1]", "3", "[" * 100_000)):
+        with zipfile.ZipFile(tmp_path / f"{number}.pt2", "w") as archive:
+            archive.writestr("model/eigengrain.json", content)
+    for name in ("missing.pt2", "empty.pt2", "0.pt2", "1.pt2", "2.pt2"):
         with pytest.raises(FileError) as error:
             load_program(tmp_path / name)
         assert error.value.path == tmp_path / name

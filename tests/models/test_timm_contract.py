@@ -5,6 +5,7 @@ import copy
 import warnings
 from itertools import pairwise
 
+import numpy as np
 import pytest
 import timm
 import torch
@@ -192,6 +193,8 @@ def test_intermediates(shared, backbone, x):
     info = model.feature_info
     with torch.no_grad():
         features, maps = model.forward_intermediates(x)
+        (last,) = model.forward_intermediates(x, indices=np.int64(1), intermediates_only=True)
+        assert torch.equal(last, maps[-1])
         assert torch.equal(features, model.forward_features(x))
         assert [m.shape[1] for m in maps] == [entry["num_chs"] for entry in info]
         for fmap, entry in zip(maps, info, strict=True):
@@ -289,6 +292,29 @@ def test_created_without_pooling(name, x, tmp_path):
     model.reset_classifier(3, "mpncov")
     assert model.eval()(x).shape == (2, 3)
     assert model.config["head"] == "mpncov"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "classes", "head"),
+    [
+        ("test_resnet", {"head": "mpncov"}, 3, "hcov"),  # of a single stage, which is not its default
+        ("test_resnet", {"head": "hcov"}, 3, "mpncov"),  # of two stages
+        ("test_resnet", {"head": "gap", "mid_level": 4}, 0, ""),
+        ("vit_tiny_patch16_224", {"head": "mpncov", "class_token": "beside"}, 0, ""),
+        ("vit_tiny_patch16_224", {"head": "mpncov"}, 3, "token"),  # without the reduction of the former head
+        ("vit_tiny_patch16_224", {"head": "transfg", "reduce": None}, 3, "mpncov"),
+    ],
+)
+def test_a_model_with_another_head_is_loaded_again(name, options, classes, head, x, tmp_path):
+    model = create(name, **{"reduce": 6, **options}).eval()
+    model.reset_classifier(classes, head)
+    save_pretrained(model, tmp_path)
+    again = from_pretrained(tmp_path)
+    assert again.config["head"] == head
+    with torch.no_grad():
+        assert torch.equal(again(x), model(x))
+    again.reset_classifier(5, "gap")
+    assert again(x).shape == (2, 5)
 
 
 def test_global_pool_names_a_head():

@@ -133,6 +133,17 @@ def test_whole_network_with_its_classifier_for_average_pooling(tmp_path):
     assert report.ignored == ("fc.bias", "fc.weight")  # the classifier was trained on averages, not on maxima
 
 
+def test_the_factor_of_a_vector_comes_with_its_classifier(tmp_path):
+    model = create_model("test_resnet", head="gap", num_classes=3, mid_level=2)
+    model.vector_scale.fill_(4.0)
+    model.mid_level.vector_scale.fill_(5.0)
+    save_pretrained(model, tmp_path)
+    for head, factors in {"gap": (4, 5), "bcnn": (1, 5)}.items():
+        other = create_model("test_resnet", head=head, num_classes=3, mid_level=2)
+        load_weights(other, tmp_path)
+        assert (float(other.vector_scale), float(other.mid_level.vector_scale)) == factors
+
+
 @pytest.mark.parametrize("name", ["test_convnext", "edgenext_xx_small", "poolformer_s12"])
 def test_classifier_after_a_normalisation_is_not_loaded(tmp_path, name):
     """A normalisation between pooling and classifier is cut off with them, and the scores would differ without it."""
@@ -541,11 +552,11 @@ def test_config_cannot_lead_to_other_files_or_a_hub(tmp_path, change):
         ),
         *({"pretrained_cfg": {"std": value}} for value in ([0, 1, 1], [float("nan")] * 3, ["a"])),
         {"pretrained_cfg": {"file": "other.pth"}},
-        {"pretrained_cfg": {"crop_pct": float("inf")}},
+        *({"pretrained_cfg": {"crop_pct": value}} for value in (float("inf"), 1e-9)),
         {"label_names": [1, 2]},
         {"label_names": "ab"},
         {"calibration": {"temperature": 0}},
-        {"calibration": {"temperature": float("nan")}},
+        *({"calibration": {"temperature": value}} for value in (float("nan"), 1e-300, 1e300)),
         {"calibration": {"accepted": 1.5}},
         {"calibration": {"code": "x"}},
         {"unknown": 1},
@@ -674,6 +685,11 @@ def expanded():
     return {name: torch.zeros(1, dtype=torch.half).expand(50_000, 50_000) for name in tiny().state_dict()}
 
 
+def packed(tensor):
+    """Numbers of which two are in a byte, under the shape of the tensor."""
+    return torch.zeros(tensor.shape or (1,), dtype=torch.uint8).view(torch.float4_e2m1fn_x2)
+
+
 HOSTILE = {
     "refers to itself": reaching_itself,
     "refers to itself further down": lambda: {"model": {"model": reaching_itself()}},
@@ -686,6 +702,7 @@ HOSTILE = {
     "complex": lambda: {k: v.to(torch.complex64) for k, v in tiny().state_dict().items()},
     "integer": lambda: {k: v.int() for k, v in tiny().state_dict().items()},
     "bool": lambda: {k: v.bool() for k, v in tiny().state_dict().items()},
+    "packed": lambda: {k: packed(v) for k, v in tiny().state_dict().items()},
     "bytes": lambda: {"a": torch.zeros(1), "b": bytearray(3)},
     "no names": lambda: {1: torch.zeros(3)},
     "a list": lambda: [torch.zeros(3)],
@@ -770,6 +787,15 @@ def test_wrappers_of_a_model_are_not_saved(tmp_path, wrap):
     read = from_pretrained(tmp_path)
     for name, value in model.state_dict().items():
         assert torch.equal(read.state_dict()[name], value)
+
+
+def test_a_pruned_model_is_refused(tmp_path):
+    model = create_model("test_resnet", head="gap", num_classes=2)
+    model.prune_intermediate_layers([0])
+    with pytest.raises(ArgumentError) as error:
+        save_pretrained(model, tmp_path)
+    assert error.value.argument == "model"
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_modules_and_existing_files_are_refused(tmp_path):

@@ -199,8 +199,7 @@ class EigenPerturbation:
         with torch.autocast(images.device.type, dtype=self.amp, enabled=self.amp is not None):
             pooled, _ = self.model.split_features(self.model.forward_features(images.to(weight.dtype)))
             features = self.model.head.reduce(pooled)
-        # MPS has no float64
-        return covariance(features, dtype=torch.float32 if images.device.type == "mps" else torch.float64)
+        return covariance(features, dtype=torch.float64)
 
     def perturb(
         self,
@@ -277,7 +276,7 @@ class EigenPerturbation:
                     stopped = step < steps
                     break
                 if tolerance is not None and step % WINDOW == 0 and step >= 2 * WINDOW:
-                    moving &= _changes(torch.stack(trace[-2 * WINDOW :]), tolerance)
+                    moving &= _changes(torch.stack(trace[-2 * WINDOW :]), tolerance).to(moving.device)
                     if not bool(moving.any()):
                         break
         table = torch.stack(trace).cpu().double()

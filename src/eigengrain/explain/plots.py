@@ -126,7 +126,7 @@ def explain_images(
             raise ArgumentError(argument, f"must have one entry for each of {len(images)} images", len(values))
     with torch.no_grad():
         features = model.forward_features(images)
-        scores = model.forward_head(features).double().cpu() if model.num_classes else None
+        scores = model.forward_head(features).cpu().double() if model.num_classes else None
     likely = None if scores is None else (scores / model.temperature).softmax(1).max(1)
     if target is None and likely is not None:
         target = likely.indices.to(images.device)  # the class in the caption, whatever subset the head keeps

@@ -18,6 +18,7 @@ from eigengrain.explain.measures import collapse, correlation, rank_correlation
 from eigengrain.explain.perturbation import gaussian_blur
 from eigengrain.explain.targets import Classes, read_classes
 from eigengrain.models import CovarianceNet
+from eigengrain.models.param_groups import part_of
 
 BASELINES = ("blur", "mean")
 
@@ -261,7 +262,7 @@ def stages_of(model: CovarianceNet) -> list[Stage]:
         if len(backbone) > 1:
             break
     names = [name for name, _ in model.named_parameters()]
-    stages = [Stage(part, [name for name in names if name.startswith(f"{part}.")]) for part in ("classifier", "head")]
+    stages = [Stage(part, [name for name in names if part_of(name) == part]) for part in ("classifier", "head")]
     stages += [Stage(_group_name(group, backbone), group) for group in reversed(backbone)]
     return [stage for stage in stages if stage.weights]
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from eigengrain.errors import ArgumentError
 from eigengrain.explain.targets import Classes, read_classes
 from eigengrain.models import CovarianceNet
 from eigengrain.models.contributions import contributions
@@ -27,6 +28,8 @@ def smooth_maps(model: CovarianceNet, images: Tensor, target: Classes | None = N
         torch.Size([2, 64, 64])
     """
     check_unwrapped(model)
+    if not model.num_classes:
+        raise ArgumentError("model", "must have a classifier, whose scores the maps explain")
     with eval_mode(model):
         features = model.forward_features(images)
         if target is None:

@@ -1,6 +1,7 @@
 """A small HTTP endpoint: a visitor posts an image, and gets JSON back. What the answer is, a function decides."""
 
 import asyncio
+import base64
 import json
 import logging
 import re
@@ -16,7 +17,6 @@ from typing import Any
 import uvicorn
 from fastapi import Depends, FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
-from fastapi.security import HTTPBasic
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
 from starlette.formparsers import MultiPartException, MultiPartParser
@@ -171,10 +171,9 @@ class Endpoint:
             raise HTTPException(400, "the Host header is not that of this server")
         if origin is not None and origin.partition("://")[2] != host:
             raise HTTPException(403, "requests from pages of other sites are not allowed")
-        if self.password:
-            login = await HTTPBasic(auto_error=False)(request)
-            if login is None or not is_visitor(login.username, login.password, self.password):
-                raise HTTPException(401, "name or password is wrong", {"www-authenticate": 'Basic realm="eigengrain"'})
+        if self.password and not is_visitor(*_login(request.headers.get("authorization", "")), self.password):
+            challenge = 'Basic realm="eigengrain", charset="UTF-8"'
+            raise HTTPException(401, "name or password is wrong", {"www-authenticate": challenge})
 
     async def _predict(self, request: Request) -> Any:
         if len(self._received) >= limits.MAX_QUEUE:
@@ -260,6 +259,27 @@ class _Connection(H11Protocol):
         head = f"HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\ncontent-length: {len(body)}\r\n"
         self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()
+
+
+def _login(header: str) -> tuple[str, str]:
+    """Name and password of an ``Authorization`` header, which FastAPI reads as ASCII only; empty if it is not valid.
+
+    Browsers and curl send UTF-8, some libraries Latin-1.
+
+    Example:
+        >>> [_login("Basic " + base64.b64encode("wren:fjäder".encode(code)).decode()) for code in ("utf-8", "latin-1")]
+        [('wren', 'fjäder'), ('wren', 'fjäder')]
+    """
+    scheme, _, text = header.partition(" ")
+    try:
+        login = base64.b64decode(text if scheme.lower() == "basic" else "", validate=True)
+    except ValueError:
+        return "", ""
+    try:
+        name, _, password = login.decode().partition(":")
+    except UnicodeDecodeError:
+        name, _, password = login.decode("latin-1").partition(":")
+    return name, password
 
 
 async def _refuse(_: Request, error: Exception) -> JSONResponse:

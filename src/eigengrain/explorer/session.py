@@ -81,8 +81,8 @@ class Analysis:
 
     @property
     def bytes(self) -> int:
-        tensors = (self.inputs, self.pixels, self.reduced, *self.scores.values())
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        tensors = (self.inputs, self.pixels, self.reduced, self.beside, *self.scores.values())
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 class Prediction(NamedTuple):

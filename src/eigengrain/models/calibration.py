@@ -9,7 +9,6 @@ The residual outside the principal directions is that of ViM (Wang et al., CVPR 
 """
 
 import base64
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -36,9 +35,9 @@ class Calibration:
         subspace: μ and B of training images, (1 + k, num_features) in float32, as base64.
     """
 
-    temperature: float = setting(1.0, above=0)
+    temperature: float = setting(1.0, least=1e-6, below=1e6)
     familiarity_threshold: float | None = setting(None, least=-1e9, below=1e9)
-    accepted: float = setting(0.95, above=0, below=math.nextafter(1, 2))
+    accepted: float = setting(0.95, above=0, most=1)
     familiarities: list[float] | None = setting(None, least=-1e9, below=1e9)
     subspace: str | None = None
 

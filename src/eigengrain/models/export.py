@@ -274,7 +274,7 @@ def read_metadata(path: str | os.PathLike[str]) -> dict[str, str]:
         with zipfile.ZipFile(path) as archive:
             name = next(name for name in archive.namelist() if name.endswith(f"/{_METADATA_FILE}"))
             return dict(json.loads(archive.read(name)))
-    except (OSError, zipfile.BadZipFile, StopIteration, ValueError) as error:
+    except Exception as error:  # a damaged file can fail in any way
         raise FileError(Path(path), "it is not a file of export_pt2, or only a part of one") from error
 
 

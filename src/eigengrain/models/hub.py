@@ -4,14 +4,15 @@ import os
 import tempfile
 from pathlib import Path
 
+from torch import nn
+
 from eigengrain.errors import ArgumentError, FailedError, FileError
 from eigengrain.models.card import CARD_FILE, ModelCard
-from eigengrain.models.model import CovarianceNet
 from eigengrain.models.pretrained import CONFIG_FILE, WEIGHTS_FILE, save_pretrained
 
 
 def push_to_hub(
-    model: CovarianceNet | str | os.PathLike[str],
+    model: nn.Module | str | os.PathLike[str],
     repo_id: str,
     *,
     private: bool = False,
@@ -25,7 +26,8 @@ def push_to_hub(
     huggingface_hub, ``from_pretrained(snapshot_download(repo_id))`` loads the model again.
 
     Args:
-        model: a model; or a folder of :func:`save_pretrained`, or of ``eigengrain train``.
+        model: a model, also inside DistributedDataParallel or torch.compile; or a folder of :func:`save_pretrained`, or of
+            ``eigengrain train``.
         repo_id: name of the repository, ``owner/name``.
         private: create a repository that others cannot see; without effect if it exists.
         token: access token; by default that of ``hf auth login``, or of the environment variable ``HF_TOKEN``.
@@ -37,7 +39,7 @@ def push_to_hub(
         FileError: if the folder does not contain a model.
         FailedError: if the hub cannot be reached, or refuses the upload.
     """
-    if isinstance(model, CovarianceNet):
+    if isinstance(model, nn.Module):
         with tempfile.TemporaryDirectory() as folder:
             save_pretrained(model, folder, card=card)
             return push_to_hub(folder, repo_id, private=private, token=token, message=message)

@@ -110,6 +110,7 @@ class CovarianceNet(nn.Module):
         trained_size: (height, width) of the last images in training mode, None before the first; not if compiled.
         described_size: ``input_size`` in ``pretrained_cfg`` when the model was created or loaded.
         backbone_frozen: whether :meth:`freeze_backbone` was called; it is not saved with the model.
+        pruned: whether :meth:`prune_intermediate_layers` was called; such a model cannot be saved by ``save_pretrained``.
         layout: layout of the backbone's own features, before they become a map.
         backbone_classifier: name of the backbone's own classifier, which was removed.
     """
@@ -168,6 +169,7 @@ class CovarianceNet(nn.Module):
         self.trained_size: tuple[int, int] | None = None
         self.described_size: tuple[int, int, int] = backbone.description["input_size"]
         self.backbone_frozen = False
+        self.pruned = False
         self._rank_warned = False
         self._attach(self.head)
         self.reset_classifier(num_classes)
@@ -248,6 +250,7 @@ class CovarianceNet(nn.Module):
         """
         self._check_images(x)
         method, count = self._timm_method("forward_intermediates"), len(self.feature_info)
+        indices = int(indices) if isinstance(indices, Integral) else indices  # NumPy integers are accepted
         if isinstance(indices, int):
             valid = 1 <= indices <= count
         else:
@@ -275,6 +278,7 @@ class CovarianceNet(nn.Module):
     ) -> list[int]:
         """Remove the layers after the last of ``indices``, and head and classifier with ``prune_head``, as in timm."""
         kept: list[int] = self._timm_method("prune_intermediate_layers")(indices, prune_norm=prune_norm, prune_head=False)
+        self.pruned = True
         if prune_head:
             self.reset_classifier(0, "")
         return kept
@@ -395,8 +399,8 @@ class CovarianceNet(nn.Module):
 
         Args:
             num_classes: number of classes; 0 for an identity, so that the model returns the vector.
-            global_pool: name of a head, created with its default options and the reduction of this model; ``""`` for none,
-                so that the model returns the feature map, which needs ``num_classes=0``.
+            global_pool: name of a head, created with its default options and the reduction and stages of this model; ``""``
+                for none, so that the model returns the feature map, which needs ``num_classes=0``.
         """
         if isinstance(num_classes, bool) or not isinstance(num_classes, Integral) or num_classes < 0:
             raise ArgumentError("num_classes", "must be an integer of at least 0", num_classes)
@@ -405,7 +409,11 @@ class CovarianceNet(nn.Module):
         if num_classes and not pooled:
             raise ArgumentError("num_classes", "must be 0 for a model without pooling", num_classes, "name a head")
         like = next(self.backbone.parameters())
-        head = self.head if global_pool is None else build_head(global_pool, self.stage_channels, self.config["reduce"])
+        head, reduce = self.head, self.config["reduce"]
+        if global_pool is not None:
+            head = build_head(global_pool, self.stage_channels, reduce)
+            if isinstance(head, TransformerHead):  # tokens are not reduced
+                reduce, head = "auto", build_head(global_pool, self.stage_channels, "auto")
         classifier = self._create_classifier(head, num_classes) if num_classes else nn.Identity()
         if global_pool is not None:
             if isinstance(self.head, TransformerHead):
@@ -413,7 +421,7 @@ class CovarianceNet(nn.Module):
             self._attach(head)
             self.head = head.to(like.device, like.dtype).train(self.training)
             self.vector_scale.fill_(1)
-            self.config |= {"head": global_pool, "head_options": {}}
+            self.config |= {"head": global_pool, "head_options": {}, "reduce": reduce, "stages": len(self.stage_channels)}
         self.classifier = classifier.to(like.device, like.dtype).train(self.training)
         if self.mid_level is not None:
             self.mid_level.reset_classifier(num_classes)

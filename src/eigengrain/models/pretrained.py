@@ -3,15 +3,17 @@
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import eigengrain
 from eigengrain import options
@@ -33,6 +35,9 @@ WEIGHTS_FILE, CONFIG_FILE = "model.safetensors", "config.json"
 #: largest config.json in bytes; numbers and tensors that a model may have beyond a few times its weights, for layers
 #: that are removed after the backbone is built
 _MAX_CONFIG, _SPARE, _SPARE_TENSORS = 1 << 24, 1 << 27, 1000
+
+#: largest side in pixels to which images are resized before they are cropped
+_MAX_RESIZED = 4 * MAX_SIDE
 
 #: arguments of networks and create_model that lead to other files or to a hub
 _ELSEWHERE = (*FILE_OPTIONS, "weights", "pretrained", "cache_dir", "file", "url", "hf_hub_id", "source", "custom_load")
@@ -98,7 +103,7 @@ class _Config:
 
 
 def save_pretrained(
-    model: CovarianceNet,
+    model: nn.Module,
     folder: str | os.PathLike[str],
     class_names: Sequence[str] | None = None,
     img_size: ImageSize | None = None,
@@ -119,8 +124,8 @@ def save_pretrained(
         card: what the card states about data, accuracy and licence.
 
     Raises:
-        ArgumentError: if there are more or fewer names than classes, the model has options that JSON cannot store or a
-            ``pretrained_cfg`` that is not valid, or it is wrapped in something else.
+        ArgumentError: if there are more or fewer names than classes, the model is pruned, has options that JSON cannot
+            store or a ``pretrained_cfg`` that is not valid, or it is wrapped in something else.
         FileError: if the folder cannot be created.
 
     Example:
@@ -132,42 +137,50 @@ def save_pretrained(
         ...     from_pretrained(folder).class_names
         ['sparrow', 'wren']
     """
-    inner: Any = model
-    while inner is not None and not isinstance(inner, CovarianceNet):  # DistributedDataParallel or torch.compile
-        inner = getattr(inner, "module", getattr(inner, "_orig_mod", None))
-    model = model if inner is None else inner
-    check_unwrapped(model)
-    names = model.class_names if class_names is None else [str(name) for name in class_names]
-    _check_names(names, model)
+    net = _unwrap(model)
+    if net.pruned:
+        problem = "has lost layers by prune_intermediate_layers, which config.json cannot describe"
+        raise ArgumentError("model", problem, remedy="save its state_dict() instead")
+    names = net.class_names if class_names is None else [str(name) for name in class_names]
+    _check_names(names, net)
     config: dict[str, Any] = {
         "eigengrain": eigengrain.__version__,
-        "architecture": model.config["backbone"],
-        "num_classes": model.num_classes,
-        "num_features": model.num_features,
-        "model": current_config(model),
-        "subset": own_subset(model),
-        "pretrained_cfg": description_of(model, img_size),
+        "architecture": net.config["backbone"],
+        "num_classes": net.num_classes,
+        "num_features": net.num_features,
+        "model": current_config(net),
+        "subset": own_subset(net),
+        "pretrained_cfg": description_of(net, img_size),
         "label_names": names,
-        "calibration": model.calibration,
+        "calibration": net.calibration,
     }
     try:
         text = json.dumps(config, indent=2)
     except TypeError as error:
         raise ArgumentError("model", f"has options that JSON cannot store ({error})") from error
-    readme = render_card(model, config["pretrained_cfg"], names, card or ModelCard())
+    readme = render_card(net, config["pretrained_cfg"], names, card or ModelCard())
     path = Path(folder)
     try:
         path.mkdir(parents=True, exist_ok=True)
     except (FileExistsError, NotADirectoryError) as error:
         raise FileError(path, "a file with that name exists", "create the folder") from error
     # copies, because a shared module has several names, and the format refuses two tensors in the same memory
-    state = {
-        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, tensor in model.state_dict().items()
-    }
+    contiguous = torch.contiguous_format
+    state = {name: value.detach().cpu().clone(memory_format=contiguous) for name, value in net.state_dict().items()}
     save_file(state, path / WEIGHTS_FILE, metadata={"format": "pt"})
     (path / CONFIG_FILE).write_text(text + "\n")
+    shutil.copymode(path / CONFIG_FILE, path / WEIGHTS_FILE)  # safetensors creates files that only their owner can read
     (path / CARD_FILE).write_text(readme, encoding="utf-8")
+
+
+def _unwrap(model: nn.Module) -> CovarianceNet:
+    """A model out of DistributedDataParallel or torch.compile."""
+    inner: Any = model
+    while inner is not None and not isinstance(inner, CovarianceNet):
+        inner = getattr(inner, "module", getattr(inner, "_orig_mod", None))
+    net: Any = model if inner is None else inner
+    check_unwrapped(net)
+    return cast(CovarianceNet, net)
 
 
 def own_subset(model: CovarianceNet) -> str | None:
@@ -251,7 +264,11 @@ def rebuild(
     total = sum(map(math.prod, shapes.values()))
     with _naming(path):
         arguments = _build(_Arguments, {key: value for key, value in config.items() if key in own})
-        preprocessing = {key: value for key, value in vars(_build(_Description, description)).items() if key in description}
+        described = _build(_Description, description)
+        if described.input_size and max(described.input_size) / (described.crop_pct or 1) > _MAX_RESIZED:
+            problem = f"must be larger, so that images are resized to at most {_MAX_RESIZED} pixels"
+            raise ArgumentError("crop_pct", problem, described.crop_pct)
+        preprocessing = {key: value for key, value in vars(described).items() if key in description}
         if arguments.backbone.startswith(SOURCES):
             raise ArgumentError("backbone", "must not be in another folder or on a hub", arguments.backbone)
         _check_local(options.convert(more, dict[str, Any], "model"))  # plain values of bounded depth
@@ -262,6 +279,10 @@ def rebuild(
         for name in ("num_classes", "reduce", "mid_level"):  # each class and each channel has parameters of its own
             if isinstance(value := getattr(arguments, name), int) and value > total:
                 raise ArgumentError(name, f"must be at most {total:,}, the size of the weights", value)
+        # create_model refuses what only reset_classifier(0, "") leaves: no head, and still something beside it
+        unpooled = not arguments.head and (arguments.class_token == "beside" or arguments.mid_level is not None)
+        if unpooled:
+            arguments = replace(arguments, head="gap")
         create = partial(create_model, **vars(arguments), **_with_tuples(more))
         with limit_size(2 * total + _SPARE, 3 * len(shapes) + _SPARE_TENSORS):
             if more:  # an option can make temporary tensors of any size, which need no memory on the meta device
@@ -269,6 +290,8 @@ def rebuild(
                 if other := [name for name, tensor in state.items() if name in shapes and tensor.shape != shapes[name]]:
                     raise WeightsError(path, f"the weights have other shapes of {few(other, 3)} than it describes")
             model = create()
+        if unpooled:
+            model.reset_classifier(model.num_classes, "")
     model.pretrained_cfg |= _with_tuples(preprocessing)
     model.described_size = model.pretrained_cfg["input_size"]
     _check_names(class_names, model)

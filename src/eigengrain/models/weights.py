@@ -150,6 +150,10 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
     return report
 
 
+#: factors of vectors by the model that has them and their classifier
+_FACTORS = {"": ("vector_scale", "token_scale"), "mid_level.": ("vector_scale",)}
+
+
 class _Fit:
     """One reading of a file, compared with the tensors of the model."""
 
@@ -164,6 +168,11 @@ class _Fit:
                 self.matched[name] = tensor
             else:
                 self.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(own[name].shape)}")
+        # the factor of a vector belongs to the classifier that was trained with it
+        for part, factors in _FACTORS.items():
+            if any(name.startswith(f"{part}classifier.") and name not in self.matched for name in own):
+                for factor in factors:
+                    self.matched.pop(f"{part}{factor}", None)
         # old files do not count batches, which nothing depends on, and have no factor of the vector, which is then 1
         needed = [name for name in own if not name.endswith(("num_batches_tracked", "vector_scale", "token_scale"))]
         self.new = [name for name in needed if name not in reading]
@@ -232,6 +241,8 @@ def read_tensors(path: str | os.PathLike[str]) -> dict[str, Tensor]:
             raise FileError(file, f"it is not a safetensors file, or only a part of one: {error}") from error
     else:
         raise FileError(file, f"weights are read from .safetensors, .npz, {', '.join(TORCH_SUFFIXES)} files")
+    if not named:
+        raise FileError(file, "it has no tensors")
     _check_tensors(named, file)
     return {_bare_name(name): tensor for name, tensor in named.items()}
 
@@ -330,7 +341,8 @@ def _check_tensors(named: dict[str, Tensor], file: Path) -> None:
     stored: dict[int, int] = {}
     for name, tensor in named.items():
         dense = tensor.device.type == "cpu" and tensor.layout == torch.strided and not tensor.is_quantized
-        if not dense or tensor.is_complex():
+        packed = str(tensor.dtype).endswith("_x2")  # two numbers in a byte, which torch cannot convert
+        if not dense or tensor.is_complex() or packed:
             kind = f"{tensor.device.type}, {tensor.layout}, {tensor.dtype}"
             raise FileError(file, f"its tensor {_first([name], 1)} is not a dense array of real numbers ({kind})")
         storage = tensor.untyped_storage()
