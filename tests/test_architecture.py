@@ -1,4 +1,4 @@
-"""The import graph of the package: rooms use the rooms below them, and nothing uses studies or benchmarks."""
+"""The import graph of the package: packages use packages of lower layers, and nothing uses studies or benchmarks."""
 
 import ast
 import sys
@@ -9,7 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "eigengrain"
 
-#: rooms that each room may import; every room may also import itself and the modules of floor 0
+#: packages that each package may import, besides itself and the modules of layer 0
 BELOW = {
     "functional": set(),
     "heads": {"functional"},
@@ -20,7 +20,7 @@ BELOW = {
     "explorer": {"functional", "heads", "models", "data", "training", "explain"},
     "cli": {"functional", "heads", "models", "data", "training", "explain", "explorer"},
 }
-#: packages outside the standard library that a room may import, where that is restricted
+#: packages outside the standard library that a package may import, where that is restricted
 ALLOWED = {"functional": {"torch", "numpy", "triton"}, "heads": {"torch"}}
 
 
@@ -36,8 +36,8 @@ def imports(path: Path) -> set[str]:
     return names
 
 
-def room(name: str) -> str:
-    """The room of a dotted name below eigengrain; "" for the package itself and floor 0."""
+def package_of(name: str) -> str:
+    """The package of a dotted name below eigengrain; "" for eigengrain itself and layer 0."""
     part = name.split(".")[1] if name.count(".") else ""
     return part if part in BELOW else ""
 
@@ -45,7 +45,7 @@ def room(name: str) -> str:
 FILES = sorted(PACKAGE.rglob("*.py"))
 
 
-def test_every_room_is_known():
+def test_every_package_is_known():
     folders = {path.name for path in PACKAGE.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert folders == {*BELOW, "recipes"}
 
@@ -54,7 +54,7 @@ def test_every_room_is_known():
 def test_imports_point_downward(path):
     here = path.relative_to(PACKAGE).parts[0]
     ours = {name for name in imports(path) if name.split(".")[0] == "eigengrain"}
-    used = {room(name) for name in ours} - {""}
+    used = {package_of(name) for name in ours} - {""}
     if here == "__init__.py" or here == "__main__.py":
         return  # the public names, loaded on first use
     assert used <= BELOW.get(here, set()) | {here}, f"{path.relative_to(PACKAGE)} imports {sorted(used)}"
@@ -69,7 +69,7 @@ def test_the_core_needs_torch_alone(name):
 
 
 def test_modules_have_no_cycle():
-    """At module level; imports inside functions may point back within a room."""
+    """At module level; imports inside functions may point back within a package."""
     modules = {
         ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path for path in FILES
     }

@@ -26,6 +26,10 @@ def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch):
         with pytest.raises(FileError) as error:
             writable(place)
         assert (error.value.path, error.value.verb) == (place, "write")
+    for place in (tmp_path / "file" / "b.csv", tmp_path / "file" / "deep" / "b.csv"):
+        with pytest.raises(FileError) as error:
+            writable(place)
+        assert error.value.problem.startswith(f"{tmp_path / 'file'} ")  # which name is in the way
 
     def refuse(**_):
         raise PermissionError(errno.EACCES, "Permission denied")

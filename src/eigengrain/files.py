@@ -82,6 +82,9 @@ def writable(path: str | Path) -> Path:
             raise FileError(path, "permission denied", "write")
         if not path.exists():  # os.access is not enough: it allows everything to an administrator
             tempfile.TemporaryFile(dir=path.parent).close()
+    except (FileExistsError, NotADirectoryError) as error:
+        file = next(each for each in path.parents if os.path.lexists(each))
+        raise FileError(path, f"{file} is not a folder", "write") from error
     except OSError as error:
         raise FileError(path, error.strerror or "its folder cannot be written", "write") from error
     return path

@@ -24,7 +24,12 @@ C = TypeVar("C")
 #: choices that the help has room for
 _MOST_CHOICES = 8
 #: bounds of a number: the words for them and their tests
-_BOUNDS = {"least": ("at least", operator.ge), "above": ("above", operator.gt), "below": ("below", operator.lt)}
+_BOUNDS = {
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
 #: names, or a function that lists them
 Names = Sequence[str] | Callable[[], Sequence[str]]
 
@@ -44,6 +49,7 @@ def setting(
     offers: Names = (),
     least: float | None = None,
     above: float | None = None,
+    most: float | None = None,
     below: float | None = None,
     several: bool = False,
 ) -> Any:
@@ -55,10 +61,12 @@ def setting(
         offers: names that the shell completes, where others are allowed too.
         least: smallest number.
         above: number that a value must exceed.
+        most: largest number.
         below: number that a value must not reach.
         several: for a list: whether the command line accepts several words after the option, as in ``--rules a b``.
     """
-    facts = {"choices": choices, "offers": offers, "least": least, "above": above, "below": below, "several": several}
+    bounds = {"least": least, "above": above, "most": most, "below": below}
+    facts = {"choices": choices, "offers": offers, "several": several, **bounds}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: type(default)(default), metadata=facts)
     return field(default=default, metadata=facts)

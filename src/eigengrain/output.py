@@ -81,20 +81,22 @@ def _one_line(original: Callable[..., None]) -> Callable[..., None]:
 
 def console() -> "Console":
     """A rich console on stdout for tables and sentences; silent with ``--quiet`` and ``--json``."""
+    return _console(quiet=current().quiet or current().json)
+
+
+def stderr_console() -> "Console":
+    """A rich console on stderr for progress and notes; silent with ``--quiet``."""
+    return _console(stderr=True, quiet=current().quiet)
+
+
+def _console(**options: bool) -> "Console":
     from rich.console import Console
 
     class Strict(Console):
         def on_broken_pipe(self) -> None:
             raise BrokenPipeError  # rich would exit with its own code
 
-    return Strict(quiet=current().quiet or current().json)
-
-
-def stderr_console() -> "Console":
-    """A rich console on stderr for progress and notes; silent with ``--quiet``."""
-    from rich.console import Console
-
-    return Console(stderr=True, quiet=current().quiet)
+    return Strict(**options)  # type: ignore[arg-type]
 
 
 def say(*lines: object) -> None:

@@ -254,6 +254,12 @@ def test_caches_are_measured(tmp_path, monkeypatch):
     assert sizes["weights of timm"] == (1, 10)
 
 
+def test_an_empty_cache_has_no_files(capsys):
+    assert cli.main(["doctor"]) == 0
+    [row] = [line.split() for line in capsys.readouterr().out.splitlines() if "drawn birds" in line]
+    assert row[-2:] == ["0", "0"]
+
+
 def test_a_cache_that_cannot_be_written_is_a_problem(tmp_path, monkeypatch, capsys):
     (tmp_path / "file").touch()
     folder = tmp_path / "file" / "cache"

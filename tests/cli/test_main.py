@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass, fields
 
 import pytest
+import torch
 
 from eigengrain import __version__
 from eigengrain.cli import main as cli
@@ -112,6 +113,16 @@ def test_an_error_of_the_package_is_one_line_with_the_names_of_options(command, 
     command.act = act
     assert cli.main(["try"]) == code
     assert one_line() == line
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory")])
+def test_no_memory_is_not_a_bug(command, one_line, error):
+    def act(config):
+        raise error
+
+    command.act = act
+    assert cli.main(["try"]) == 1
+    one_line()
 
 
 def test_the_option_of_an_argument():

@@ -324,6 +324,29 @@ def test_a_reader_that_closes_the_pipe_is_not_an_error():
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+NOTING = """
+import sys
+from eigengrain import output
+from eigengrain.cli.completion import Completion
+from eigengrain.cli.main import Command, run_commands
+
+def note(config):
+    output.note("a note")
+    print("a line")
+
+sys.exit(run_commands("notes", [Command("", "print a note", Completion, note, positional={"shell": "?"})]))
+"""
+
+
+@pytest.mark.parametrize(("word", "code"), [("zsh", 141), ("tcsh", 2)])
+def test_a_reader_that_closes_the_pipe_of_both_streams(word, code):
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run([sys.executable, "-c", NOTING, word], stdout=writer, stderr=writer)  # as 2>&1 | head
+    os.close(writer)
+    assert done.returncode == code
+
+
 @pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
 @pytest.mark.parametrize("words", [["datasets"], ["--help"], ["datasets", "--json"]])
 def test_a_full_disk_is_one_line(words):

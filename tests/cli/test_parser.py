@@ -1,5 +1,6 @@
 """Words and files become the config of a command."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ import pytest
 from eigengrain.cli import main as cli
 from eigengrain.cli.parser import UsageError
 from eigengrain.errors import ArgumentError, FileError, UnknownName
-from eigengrain.options import as_words
+from eigengrain.options import as_words, check, setting
 from eigengrain.recipes import load_recipe
 from eigengrain.training.config import from_mapping
 
@@ -249,6 +250,40 @@ def test_any_characters_in_file_names_and_thousands_of_them():
     names = ["a\udcff.jpg", "b\x7f\x85.jpg", "null", "[1,2]", "~x", *map(str, range(20_000))]
     assert cli.parse(["predict", "--checkpoint", "folder", *names]).config.images == names
     assert cli.parse(["predict", "--checkpoint", "folder", "--", *names]).config.images == names
+
+
+def test_an_empty_path_is_not_the_current_folder():
+    for words, name in (
+        (["train", ""], "data.root"),
+        (["train", "--out="], "out"),
+        (["predict", "a.jpg", "", "--checkpoint", "x"], "images"),
+        (["explain", "x", "--images", "a.jpg", ""], "images"),
+        (["explore", ""], "checkpoint"),
+    ):
+        with pytest.raises(ArgumentError) as error:
+            cli.parse(words)
+        assert error.value.argument == name
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """One number.
+
+    Args:
+        x: a number.
+    """
+
+    x: float = setting(0.5, above=0, most=1)
+
+
+def test_bounds_of_a_number():
+    for x in (1e-300, 1, 1.0):
+        check(Bounds(x))
+    for x in (0.0, 1.0000001, float("inf"), float("nan")):
+        with pytest.raises(ArgumentError) as error:
+            check(Bounds(x))
+        assert error.value.argument == "x"
+        assert error.value.problem.count("1") == 1  # the bound as it is declared
 
 
 def test_options_override_the_recipe():

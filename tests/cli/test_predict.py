@@ -21,12 +21,15 @@ from PIL import Image
 
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.cli import predict as module
+from eigengrain.cli.export import Export
 from eigengrain.cli.main import main
 from eigengrain.cli.predict import Predict, Prediction, find_images, open_classifier, run, write_predictions
 from eigengrain.data import decode
 from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.models import create_model, save_pretrained
 from eigengrain.models.calibration import encode_subspace, familiarity
+from eigengrain.models.create import MAX_SIDE
+from eigengrain.options import options_of
 from eigengrain.training import TrainedModel, open_run
 
 CLASSES = ["sparrow", "wren", "Zaunkönig", "=SUM(A1)"]
@@ -99,6 +102,19 @@ def reference(model, image, temperature=1):
     x = torch.tensor(pixels.transpose(2, 0, 1)[None], dtype=torch.float32)
     with torch.no_grad():
         return (model(x)[0].double() / temperature).softmax(0).tolist()
+
+
+def test_the_size_of_images_has_the_limit_of_models():
+    for config in (Predict, Export):
+        [option] = [option for option in options_of(config) if option.name == "img_size"]
+        assert option.facts["most"] == MAX_SIDE
+
+
+def test_nothing_is_created_for_a_model_that_does_not_exist(photos, tmp_path):
+    with pytest.raises(FileError) as error:
+        run(Predict(["photos"], "missing", out="new/predictions.csv"))
+    assert error.value.path == Path("missing")
+    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
 
 
 def test_classes_and_probabilities_are_those_of_a_separate_calculation(model, checkpoint, photos):

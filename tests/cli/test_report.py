@@ -7,6 +7,7 @@ import json
 import shlex
 import shutil
 import signal
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import numpy as np
@@ -193,6 +194,16 @@ def test_the_worst_mistakes(page, truth, trained):
         assert np.asarray(image).std() > 10  # not one colour
 
 
+def test_tokens_of_no_place_have_no_maps(trained, truth):
+    logits, labels, dataset, _ = truth
+    measured = Measured(dataset, torch.from_numpy(logits), torch.from_numpy(labels), 1.0, 0)
+    run = open_run(trained)
+    for head, count in {"gap": 1, "token": 0}.items():
+        other = replace(run, model=create_model("test_vit", head, num_classes=3, img_size=(40, 32), patch_size=8))
+        [mistake] = report.worst_mistakes(other, measured, 1)
+        assert (mistake["photo"].map is not None) == bool(count)
+
+
 def test_the_calibration_errors(trained, truth, capsys, tmp_path):
     logits, labels, _, temperature = truth
     words = ["--workers", "0", "--check_images", "false", "--out", str(tmp_path / "page.html"), "--json"]
@@ -271,6 +282,25 @@ def test_a_stopped_run_has_a_report(photos, tmp_path, monkeypatch, capsys):
             int(run.model(run.dataset("test")[i][0][None]).argmax()) == run.dataset("test").labels[i] for i in range(25)
         )
     assert page.lines["headline"][0] == share(right / 25)
+
+
+def test_a_folder_that_does_not_exist_is_not_created(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    for name in ("missing", "file"):
+        assert cli.main(["report", str(tmp_path / name)]) == 2
+        assert f"cannot read {tmp_path / name}: " in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_model_folder_of_a_run_has_its_report_beside_it(trained):
+    page = trained / "report.html"
+    before = page.read_bytes()
+    try:
+        assert cli.main(["report", str(trained / "model"), "--mistakes", "0", "--check_images", "false"]) == 0
+        assert not (trained / "model/report.html").exists()
+        assert page.read_bytes() != before
+    finally:
+        page.write_bytes(before)
 
 
 def test_without_matplotlib_and_captum(trained, tmp_path, monkeypatch):

@@ -27,6 +27,7 @@ from benchmarks.explorer_load import post
 
 import eigengrain as eg
 from cli.hostile_files import chunk, png
+from eigengrain.cli import explore, serve
 from eigengrain.cli import main as cli
 from eigengrain.cli.predict import Predict, Prediction, classify, open_classifier
 from eigengrain.errors import ArgumentError
@@ -493,6 +494,14 @@ def test_a_password_protects_everything_but_the_health():
     assert error.value.argument == "host"
 
 
+@pytest.mark.parametrize("code", ["utf-8", "latin-1"])
+def test_a_password_in_any_letters(code):
+    login = base64.b64encode("eigengrain:pässwörd".encode(code)).decode()
+    with Endpoint(lambda path: {}, ["a"], port=0, password="pässwörd") as server:
+        assert send(server, "GET", "/classes", None, {"authorization": f"Basic {login}"})[0] == 200
+        assert send(server, "GET", "/classes", None, {"authorization": f"Basic {login[:-4]}"})[0] == 401
+
+
 def test_a_port_in_use(held, folder, capsys):
     server, _ = held
     with pytest.raises(ArgumentError) as error, Endpoint(lambda path: {}, ["a"], port=server.port):
@@ -519,6 +528,24 @@ def test_wrong_options_are_refused_in_one_line(words, folder, monkeypatch, one_l
     monkeypatch.delenv("EIGENGRAIN_PASSWORD", raising=False)
     assert cli.main(["serve", *(word.replace("FOLDER", str(folder)) for word in words)]) == 2
     one_line()
+
+
+@pytest.mark.parametrize("host", ["300.1.1.1", "203.0.113.1", "a..b", "name.invalid"])
+def test_an_address_where_this_machine_cannot_listen(host, folder):
+    with pytest.raises(ArgumentError) as error:
+        explore.check_host(host)
+    assert (error.value.argument, error.value.value) == ("host", host)
+    with pytest.raises(ArgumentError) as error:
+        explore.run(explore.Explore([str(folder)], host=host, password="secret"))
+    assert error.value.argument == "host"
+    with pytest.raises(ArgumentError) as error:
+        serve.run(serve.Serve(str(folder), host=host, password="secret"))
+    assert error.value.argument == "host"
+
+
+def test_addresses_of_this_machine():
+    for host in ("127.0.0.1", "localhost", "0.0.0.0", *(["::1"] if socket.has_dualstack_ipv6() else [])):
+        explore.check_host(host)
 
 
 def test_models_that_cannot_answer_are_refused(tmp_path, one_line):

@@ -406,7 +406,7 @@ def _tiles(runs: Sequence[Finished], sources: "Sources") -> list[Any]:
 def next_commands(demo: Demo) -> list[str]:
     """Commands to try next; they can be run as they are, except that FOLDER is to be replaced."""
     example = next((head for head in ("mpncov", "mpncov+seb") if head in demo.heads), None)
-    train = f"eigengrain train --recipe {RECIPE} --data.name folder --data.root FOLDER --out runs/mine"
+    train = "eigengrain train FOLDER --out runs/mine"
     if example is None:
         return [train]
     folder = shlex.quote(str(_folder(demo, example, demo.seeds[0])))

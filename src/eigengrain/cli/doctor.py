@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from eigengrain import output
 from eigengrain.errors import FileError
+from eigengrain.text import counted
 
 if TYPE_CHECKING:
     from eigengrain.data.datasets.registry import Entry
@@ -47,7 +48,7 @@ def run(config: Doctor) -> int:
     }
     for title, rows in {**tables, f"data sets in {place}": sets}.items():
         if rows:
-            cells = [[", ".join(v) if isinstance(v, list) else v or "" for v in row.values()] for row in rows]
+            cells = [map(_cell, row.values()) for row in rows]
             output.console().print(output.table(title.replace("_", " "), rows[0], cells, left=len(rows[0])))
     output.say(*([] if place else ["give the folder of your data sets with --data or EIGENGRAIN_DATA to look for them"]))
     output.say(*([f"problem: {problem}" for problem in problems] or ["no problems"]))
@@ -55,6 +56,10 @@ def run(config: Doctor) -> int:
     more = {"data": {"folder": place, "sets": sets}, "cache_folder": cache_folder(), "environment": environment}
     output.result({**tables, **more, "problems": problems}, problems)
     return 1 if problems else 0
+
+
+def _cell(value: Any) -> object:
+    return "" if value is None else ", ".join(value) if isinstance(value, list) else value
 
 
 def find_problems(cache: Path) -> list[str]:
@@ -108,8 +113,9 @@ def devices() -> list[dict[str, str]]:
     from eigengrain.functional import choose_dtype
     from eigengrain.functional._cuda import cusolver
 
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count()
-    rows = [("cpu", f"{cpu_name()}, {torch.get_num_threads()} threads on {cores} cores", "torch")]
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    threads = counted(torch.get_num_threads(), "thread")
+    rows = [("cpu", f"{cpu_name()}, {threads} on {counted(cores, 'core')}", "torch")]
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
         reason = cusolver.why_not(torch.device("cuda", index))

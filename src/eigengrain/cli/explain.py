@@ -112,8 +112,8 @@ def run(config: Explain) -> None:
     from eigengrain.training.distributed import join
     from eigengrain.training.run_folder import open_run
 
-    writable(Path(config.out) / "gallery.html")
     trained = open_run(config.checkpoint)
+    writable(Path(config.out) / "gallery.html")
     dataset, problems = _open_images(config, trained)
     with warnings.catch_warnings(record=True) as caught, join(config.device) as process:
         warnings.simplefilter("default")

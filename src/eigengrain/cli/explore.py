@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import sys
 import threading
 import webbrowser
@@ -15,7 +16,7 @@ from typing import Any
 from eigengrain import names, output
 from eigengrain.cli.evaluate import check_data_options
 from eigengrain.data.datasets.registry import list_datasets
-from eigengrain.errors import FileError, MissingPackageError
+from eigengrain.errors import ArgumentError, FileError, MissingPackageError
 from eigengrain.options import check, setting
 
 #: environment variable with the password, so that it does not appear in a list of processes
@@ -56,7 +57,7 @@ class Explore:
     def __post_init__(self) -> None:
         check(self)
         for folder in self.checkpoint:
-            if not Path(folder).is_dir():
+            if not Path(folder).exists():
                 raise FileError(folder, "there is no such folder")
         check_data_options(self.data, self.data_options)
 
@@ -72,6 +73,7 @@ def run(config: Explore) -> int:
 
     password = config.password or os.environ.get(PASSWORD)
     check_password(config.host, password)  # before a model is trained in vain
+    check_host(config.host)
     data: dict[str, Any] = {"name": config.data, "root": config.root, "options": config.data_options}
     data |= {"device": config.device, "min_probability": config.min_probability}
     sessions = open_sessions(config.checkpoint, config.split, **data)
@@ -85,6 +87,16 @@ def run(config: Explore) -> int:
         stopped.wait()
     output.stderr_console().print("closed")
     return 0
+
+
+def check_host(host: str) -> None:
+    """Raise an ArgumentError if this machine cannot listen at an address."""
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address, family=family).close()
+    except (OSError, UnicodeError) as error:  # UnicodeError: a name that is not a host name, such as a..b
+        reason = getattr(error, "strerror", None) or str(error)
+        raise ArgumentError("host", f"cannot be used ({reason})", host, "leave it out for this machine only") from error
 
 
 @contextmanager

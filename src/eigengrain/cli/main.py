@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
 from io import TextIOWrapper
 from types import FrameType
+from typing import TextIO
 
 from eigengrain import __version__, errors, output
 from eigengrain.cli.commands import ABOUT, COMMANDS, MOVED, PROGRAM, SECTIONS, Command, Program
@@ -94,31 +95,34 @@ def _run(program: Program, argv: Sequence[str]) -> int:
                 sys.stdout.flush()
                 return code
         except errors.Interrupted as stop:
-            print(f"{prefix}: {stop}", file=sys.stderr)
+            _complain(f"{prefix}: {stop}")
             return stop.exit_code
         except KeyboardInterrupt:
-            print(f"{prefix}: interrupted", file=sys.stderr)
+            _complain(f"{prefix}: interrupted")
             return 128 + signal.SIGINT
         except _Terminated:
-            print(f"{prefix}: stopped by SIGTERM", file=sys.stderr)
+            _complain(f"{prefix}: stopped by SIGTERM")
             return 128 + signal.SIGTERM
         except BrokenPipeError:  # the reader has closed it, as in 'eigengrain models | head'
-            _abandon_stdout()
+            _abandon(sys.stdout)
+            _abandon(sys.stderr)
             return BROKEN_PIPE
         except OSError as error:
             if error.errno not in NO_SPACE:
                 raise
-            try:
-                sys.stdout.flush()
-            except OSError:  # stdout itself goes to the full disk
-                _abandon_stdout()
+            _abandon(sys.stdout)  # if it goes to the full disk itself
             where = f" for {error.filename}" if error.filename else ""
-            print(f"{prefix}: error: no space left on the disk{where}: free some and run it again", file=sys.stderr)
+            _complain(f"{prefix}: error: no space left on the disk{where}: free some and run it again")
             return FAILED
         except USER_ERRORS as error:
             hint = "" if isinstance(error, errors.FileError) else hint
-            print(f"{prefix}: error: {describe(error, command)}{hint}", file=sys.stderr)
+            _complain(f"{prefix}: error: {describe(error, command)}{hint}")
             return FAILED if isinstance(error, FAILURES) else USAGE
+        except (MemoryError, RuntimeError) as error:
+            if not _is_out_of_memory(error):
+                raise
+            _complain(f"{prefix}: error: out of memory: use smaller images or batches")
+            return FAILED
 
 
 def parse(argv: Sequence[str]) -> Request:
@@ -192,6 +196,12 @@ def describe(error: Exception, command: Command | None) -> str:
     return text if isinstance(error, errors.LayoutError) else " ".join(text.split())
 
 
+def _is_out_of_memory(error: Exception) -> bool:
+    """Whether an error is about the memory of this machine or, from torch, of a GPU."""
+    torch = sys.modules.get("torch")
+    return isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError))
+
+
 class _Terminated(BaseException):
     """SIGTERM, raised as KeyboardInterrupt is for Ctrl-C, so that open files are closed on the way out."""
 
@@ -230,6 +240,17 @@ def _streams() -> Iterator[None]:
         yield
 
 
-def _abandon_stdout() -> None:
-    """Send the rest of stdout nowhere, so that Python does not fail on it at exit."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+def _complain(line: str) -> None:
+    """Print a line on stderr; that nobody reads it does not change the exit code."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        _abandon(sys.stderr)
+
+
+def _abandon(stream: TextIO) -> None:
+    """Send the rest of a stream nowhere if it cannot be written, so that Python does not fail on it at exit."""
+    try:
+        stream.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

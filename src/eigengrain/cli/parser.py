@@ -146,6 +146,8 @@ def _as_list(value: Any) -> list[Any]:
 
 
 def _parse_value(option: Option, text: Any) -> Any:
+    if option.is_path and "" in _as_list(text):  # an unset variable of the shell; it would mean the current folder
+        raise _value_error(f"--{option.name}", {option.name: option})
     if not option.facts.get("several"):
         return option.parse(text)
     if not text:
@@ -164,7 +166,7 @@ def _value_error(flag: str, options: Mapping[str, Option]) -> ArgumentError:
     if option is None:
         return ArgumentError(name, "takes no value")
     names = option.offers if str in option.kinds else ()
-    expected = f"choose from {', '.join(names)}" if names else describe_type(option.hint)
+    expected = f"choose from {', '.join(names)}" if names else "a path" if option.is_path else describe_type(option.hint)
     return ArgumentError(name, "needs a value", remedy=expected)
 
 
@@ -184,6 +186,8 @@ def _place_positional(
         if not words:
             return
         own, words = (words, []) if many == "*" else (words[:1], words[1:])
+        if options[name].is_path and "" in own:
+            raise _value_error(f"--{name}", options)
         if name in given:
             raise UsageError(f"{own[0]!r} and --{name} both set {options[name].argument}: remove one of them", own[0])
         _place(values, name, own if many == "*" else own[0])

@@ -1,7 +1,6 @@
 """``eigengrain predict``: the classes of a user's images, as a table and a CSV file."""
 
 import csv
-import math
 import os
 import sys
 import warnings
@@ -26,6 +25,8 @@ if TYPE_CHECKING:
 
 #: rows of the table on the terminal, and paths in a message
 SHOWN = 10
+#: largest side of an image, as in :mod:`eigengrain.models.create`
+MAX_SIDE = 4096
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,14 @@ class Predict:
     images: list[str] = setting([])
     checkpoint: str = ""
     topk: int = setting(5, least=1)
-    accept: float | None = setting(None, above=0, below=math.nextafter(1, 2))
+    accept: float | None = setting(None, above=0, most=1)
     min_probability: float = setting(0.0, least=0, below=1)
     flip: bool = False
     out: str = "predictions.csv"
     batch_size: int = setting(32, least=1)
     device: str = setting("auto", offers=names.DEVICES)
     workers: int = setting(4, least=0)
-    img_size: int | None = setting(None, least=1)
+    img_size: int | None = setting(None, least=1, most=MAX_SIDE)
     class_names: str | None = None
     backbone: str | None = setting(None, offers=names.BACKBONES)
     head: str | None = setting(None, offers=names.HEADS)
@@ -94,8 +95,8 @@ def run(config: Predict) -> int:
     from eigengrain.files import writable
     from eigengrain.progress import progress_bar
 
-    out, device = writable(config.out), pick_device(config.device)
-    trained = open_classifier(config)
+    device, trained = pick_device(config.device), open_classifier(config)
+    out = writable(config.out)
     trained.model.to(device)
     done: list[Prediction] = []
     try:

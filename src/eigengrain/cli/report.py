@@ -81,10 +81,10 @@ def run(config: Report) -> None:
     from eigengrain.files import writable
     from eigengrain.training.run_folder import open_run
 
-    out = writable(config.out or Path(config.checkpoint) / "report.html")
     trained = open_run(config.checkpoint)
-    measured = measure(trained, config)
     folder = trained.folder or Path(config.checkpoint)
+    out = writable(config.out or folder / "report.html")
+    measured = measure(trained, config)
     out.write_text(render_page(folder, trained, measured, config), encoding="utf-8", errors="replace")
     output.say(f"{describe_accuracy(measured.right, len(measured.labels))}; report: {out}")
     output.result({**measured.summary(), "file": out}, [out])
@@ -272,6 +272,7 @@ def render_page(folder: Path, trained: "TrainedModel | None", measured: Measured
         "charts": draw_curves(epochs) if drawing and epochs else [],
         "drawing": drawing,
         "mapping": find_spec("captum") is not None and drawing,
+        "has_maps": trained is not None and has_maps(trained),
         "command": train_command(options) if options is not None else "",
         "again": shlex.join(["eigengrain", "report", str(folder)]),
         "measured": measured,
@@ -388,7 +389,7 @@ def worst_mistakes(trained: "TrainedModel", measured: Measured, count: int) -> l
     wrong = torch.nonzero(measured.answers != measured.labels)[:, 0]
     chosen = wrong[probabilities[wrong].max(-1).values.argsort(descending=True, stable=True)][:count].tolist()
     maps: list[bytes | None] = [None] * len(chosen)
-    if chosen and find_spec("captum") and find_spec("matplotlib"):
+    if chosen and has_maps(trained) and find_spec("captum") and find_spec("matplotlib"):
         maps = [*draw_maps(trained, measured.dataset, chosen, measured.answers[chosen])]
     return [
         {
@@ -400,6 +401,13 @@ def worst_mistakes(trained: "TrainedModel", measured: Measured, count: int) -> l
         }
         for index, map in zip(chosen, maps, strict=True)
     ]
+
+
+def has_maps(trained: "TrainedModel") -> bool:
+    """Whether a smooth map shows places of the image; a head that pools tokens of no place has none."""
+    from eigengrain.heads import TransformerHead
+
+    return not isinstance(trained.model.head, TransformerHead)
 
 
 def draw_maps(trained: "TrainedModel", dataset: "ImageSet", indices: Sequence[int], target: "Tensor") -> Iterable[bytes]:

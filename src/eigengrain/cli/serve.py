@@ -11,7 +11,7 @@ from typing import Any
 
 from eigengrain import names, output
 from eigengrain.cli.evaluate import check_checkpoint
-from eigengrain.cli.explore import PASSWORD, until_stopped
+from eigengrain.cli.explore import PASSWORD, check_host, until_stopped
 from eigengrain.cli.predict import Predict, classify
 from eigengrain.errors import ArgumentError, ImageError, MissingPackageError, ShortRankWarning
 from eigengrain.options import check, setting
@@ -55,6 +55,7 @@ def run(config: Serve) -> int:
 
     password = config.password or os.environ.get(PASSWORD)
     check_password(config.host, password)
+    check_host(config.host)
     trained, device = open_run(config.checkpoint), pick_device(config.device)
     if trained.model.num_classes == 0:
         raise ArgumentError("checkpoint", "has no classifier (num_classes is 0)", config.checkpoint)
