@@ -18,7 +18,8 @@ BELOW = {
     "training": {"functional", "heads", "models", "data"},
     "explain": {"functional", "heads", "models", "data"},
     "explorer": {"functional", "heads", "models", "data", "training", "explain"},
-    "cli": {"functional", "heads", "models", "data", "training", "explain", "explorer"},
+    "report": {"functional", "heads", "models", "data", "training", "explain"},
+    "cli": {"functional", "heads", "models", "data", "training", "explain", "explorer", "report"},
 }
 #: packages outside the standard library that a package may import, where that is restricted
 ALLOWED = {"functional": {"torch", "numpy", "triton"}, "heads": {"torch"}}

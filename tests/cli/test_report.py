@@ -19,10 +19,13 @@ from scipy.stats import binomtest
 import eigengrain._torchvision  # noqa: F401  (before timm)
 from eigengrain.cli import main as cli
 from eigengrain.cli import report
-from eigengrain.cli.report import Measured, Report, class_rows, confused_pairs, render_page
+from eigengrain.cli.report import Report
 from eigengrain.data import ImageSet
 from eigengrain.errors import UnfinishedWarning
 from eigengrain.models import create_model
+from eigengrain.report import Measured, class_rows, confused_pairs, render_page
+from eigengrain.report.examples import PAIRS, worst_mistakes
+from eigengrain.report.page import train_command
 from eigengrain.text import wilson_interval
 from eigengrain.training import loop, open_run
 from eigengrain.training.run_folder import TrainedModel
@@ -175,7 +178,7 @@ def test_the_confusion_matrix_and_the_pairs(page, truth):
     wrong = sorted((-counts[i][j], i, j) for i in range(3) for j in range(3) if i != j and counts[i][j])
     names = dataset.classes
     headings = [f"{names[i]} taken for {names[j]}: {-n} of {sum(counts[i])}" for n, i, j in wrong]
-    assert page.lines["h4"] == headings[: report.PAIRS]
+    assert page.lines["h4"] == headings[:PAIRS]
 
 
 def test_the_worst_mistakes(page, truth, trained):
@@ -200,7 +203,7 @@ def test_tokens_of_no_place_have_no_maps(trained, truth):
     run = open_run(trained)
     for head, count in {"gap": 1, "token": 0}.items():
         other = replace(run, model=create_model("test_vit", head, num_classes=3, img_size=(40, 32), patch_size=8))
-        [mistake] = report.worst_mistakes(other, measured, 1)
+        [mistake] = worst_mistakes(other, measured, 1)
         assert (mistake["photo"].map is not None) == bool(count)
 
 
@@ -251,7 +254,7 @@ def test_an_image_in_two_splits_is_reported(page, photos):
 
 
 def test_the_command_repeats_the_training(trained, tmp_path):
-    words = shlex.split(report.train_command(open_run(trained).config))
+    words = shlex.split(train_command(open_run(trained).config))
     assert words[:2] == ["eigengrain", "train"]
     again = tmp_path / "again"
     assert cli.main([*words[1:], "--out", str(again), "--report", "false"]) == 0
@@ -304,7 +307,8 @@ def test_the_model_folder_of_a_run_has_its_report_beside_it(trained):
 
 
 def test_without_matplotlib_and_captum(trained, tmp_path, monkeypatch):
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    for module in ("page", "examples"):
+        monkeypatch.setattr(f"eigengrain.report.{module}.find_spec", lambda name: None)
     report.run(Report(str(trained), workers=0, check_images=False, out=str(tmp_path / "plain.html")))
     page = Page((tmp_path / "plain.html").read_text(encoding="utf-8"))
     kinds = {attributes["src"].split(";")[0] for tag, attributes in page.tags if tag == "img"}
@@ -323,7 +327,7 @@ def test_many_classes_have_a_picture_and_numbers(tmp_path):
     dataset = Grey("grey", "test", classes, labels.tolist())
     trained = TrainedModel(create_model("test_resnet", head="gap", num_classes=200))
     measured = Measured(dataset, logits, labels, 2.0, 50)
-    text = render_page(tmp_path, trained, measured, Report("x", data="grey", mistakes=0, check_images=False))
+    text = render_page(tmp_path, trained, measured, data="grey", mistakes=0, check_images=False)
     page = Page(text)
     assert len(text) < 5_000_000
     header, *rows = page.tables[0]
