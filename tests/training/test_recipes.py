@@ -146,6 +146,8 @@ def test_a_recipe_is_chosen_by_device_and_number_of_images(folder, monkeypatch, 
         recipe, {"data.root": str(folder), "out": str(folder / "run"), "epochs": 3, "optimiser.lr": 0.5}
     )
     assert "3 images" in request.note
+    crops = chosen(folder, "--data.transforms.scale", "0.3,1")  # fits the transforms of the recipe, not those by default
+    assert crops.config.data.transforms.scale == (0.3, 1)
 
 
 def test_a_table_is_counted_and_what_is_missing_is_not(folder):

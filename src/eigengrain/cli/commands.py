@@ -40,7 +40,7 @@ class Command:
     run: str | Callable[[Any], int | None] = ""  # a function, or module:function; by default "run" beside the config
     positional: dict[str, str] = field(default_factory=dict)  # options without a name: ? for one word, * for any number
     implied: dict[str, Any] = field(default_factory=dict)  # other options that a positional one sets if they are not given
-    choose_recipe: str = ""  # module:function from the config to (recipe, reason), for a positional option without a recipe
+    choose_recipe: str = ""  # module:function from the values to (recipe, reason), for a positional option without a recipe
     rewrite_words: Callable[[Sequence[str]], list[str]] = list  # applied to the words after the name
     aliases: dict[str, str] = field(default_factory=dict)  # Python argument to option, for errors
     usage: str = ""  # what the usage line shows besides the positional options

@@ -104,13 +104,13 @@ def parse_command(command: "Command", words: Sequence[str]) -> Request:
     _place_positional(command, [*rest, *words[end + 1 :]], switches, values, options)
     for option in options.values():
         _expand_home(values, option)
-    config = build(command.config, values)
     if command.choose_recipe and [*rest, *words[end + 1 :]] and not {"recipe", "config"} & switches:
         from eigengrain.cli.commands import load
 
-        recipe, note = load(command.choose_recipe)(config)
+        recipe, note = load(command.choose_recipe)(values)
         chosen = parse_command(replace(command, choose_recipe=""), ["--recipe", recipe, *words])
         return chosen._replace(command=command, note=note)
+    config = build(command.config, values)
     if "print_config" in switches:
         import yaml  # type: ignore[import-untyped]
 

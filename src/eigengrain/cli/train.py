@@ -1,11 +1,14 @@
 """``eigengrain train``; its options are in :mod:`eigengrain.training.config`."""
 
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from eigengrain import output
 from eigengrain.data.datasets.layout import images_below
 from eigengrain.errors import Interrupted
+from eigengrain.options import build
 from eigengrain.text import counted
 from eigengrain.training.config import Train, load_recipe
 from eigengrain.yaml_files import read_mapping
@@ -36,14 +39,16 @@ def run(config: Train) -> int:
     return 0
 
 
-def choose_recipe(config: Train) -> tuple[str, str]:
+def choose_recipe(values: Mapping[str, Any]) -> tuple[str, str]:
     """The recipe for a folder of photographs, and why: by device, number of images and pretrained weights.
 
-    A resumed run keeps its recipe.
+    A resumed run keeps its recipe. Most values of the command line fit only together with the recipe, so few are read here.
     """
     from eigengrain.environment import pick_device
     from eigengrain.training.run_folder import ARGUMENTS
 
+    own = {part: {name: values.get(part, {}).get(name)} for part, name in (("data", "root"), ("model", "weights"))}
+    config = build(Train, own | {name: values[name] for name in ("out", "device", "resume") if name in values})
     arguments = Path(config.out) / ARGUMENTS
     if config.resume and arguments.is_file() and (used := read_mapping(arguments).get("recipe")):
         return str(used), f"recipe {used}, as before"
