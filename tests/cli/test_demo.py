@@ -16,11 +16,12 @@ from PIL import Image
 from eigengrain.cli import demo
 from eigengrain.cli import main as cli
 from eigengrain.cli import train as train_command
-from eigengrain.cli.demo import HEADS, Demo, measure
+from eigengrain.cli.demo import HEADS, Demo
 from eigengrain.data import build_transform, make_loader
 from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.models import create_model, from_pretrained, list_backbones, save_pretrained
 from eigengrain.recipes import load_recipe
+from eigengrain.report import comparison
 from eigengrain.training import loop
 from eigengrain.training.sources import open_sources
 
@@ -65,7 +66,7 @@ def test_the_page_is_one_file_that_loads_and_runs_nothing(trained):
     tags = Tags(text).tags
     assert not {"script", "link", "iframe", "object"} & {tag for tag, _ in tags}
     sources = [attributes["src"] for tag, attributes in tags if tag == "img"]
-    assert 2 < len(sources) <= 2 + demo.EXAMPLES
+    assert 2 < len(sources) <= 2 + comparison.EXAMPLES
     for source in sources:
         kind, data = source.split(",", 1)
         assert kind == "data:image/png;base64"
@@ -97,7 +98,7 @@ def test_the_table_has_a_row_for_each_head_in_the_order_of_training(trained):
 def test_the_page_shows_what_the_model_computes(trained):
     config = load_recipe(demo.RECIPE, {"data.options": {"per_class": 5}, "out": str(trained / "mpncov+seb")})
     sources = open_sources(config.data, 0)
-    seen = demo.open_finished(config, sources).measured
+    seen = comparison.open_finished(config, sources).measured
     model = from_pretrained(trained / "mpncov+seb" / "model")
     transform = build_transform(config.data.transforms, False, model.pretrained_cfg["mean"], model.pretrained_cfg["std"])
     images = torch.stack([transform(sources.test.image(index)) for index in range(4)])
@@ -133,7 +134,7 @@ def test_the_images_are_those_where_the_heads_differ(trained):
     expected = {i for i, row in enumerate(right) if len(set(row.values())) == 2}
     text = (trained / "report.html").read_text(encoding="utf-8")
     tiles = re.findall(r"<figure><img alt=[^>]*base64,([^\"]+)\"><figcaption><b>([^<]+)</b>(.*?)</figcaption>", text)
-    assert len(tiles) == min(len(expected), demo.EXAMPLES) > 0
+    assert len(tiles) == min(len(expected), comparison.EXAMPLES) > 0
     pixels = {test.image(i).tobytes(): i for i in expected}
     for data, title, lines in tiles:
         index = pixels[Image.open(io.BytesIO(base64.b64decode(data))).tobytes()]
@@ -143,7 +144,7 @@ def test_the_images_are_those_where_the_heads_differ(trained):
             for head, line in zip(HEADS, re.findall(r"<span[^>]*>([^<]+)</span>", lines), strict=True)
         ]
         assert answers == list(right[index].values())
-    assert len({title for _, title, _ in tiles}) == min(len({test.labels[i] for i in expected}), demo.EXAMPLES)
+    assert len({title for _, title, _ in tiles}) == min(len({test.labels[i] for i in expected}), comparison.EXAMPLES)
 
 
 def test_the_next_commands_work(trained, capsys, tmp_path, monkeypatch):
@@ -225,10 +226,10 @@ def test_seeds_have_folders_of_their_own_and_the_table_their_range():
     assert [(Path(run.out).name, run.seed) for run in runs] == [("gap", 0), ("gap-seed2", 2)]
     row = {"head": "gap", "epochs": 4, "train_seconds": 10.0, "images_per_second": 600.0, "log10_condition": 3.0}
     rows = [row | {"seed": seed, "test_top1": top1, "energy_last": 1e-3, "s": ""} for seed, top1 in ((0, 60.0), (2, 65.0))]
-    table = demo.comparison(rows)
+    table = comparison.average(rows)
     assert table.caption == "4 epochs, mean of 2 seeds (lowest to highest)"
     assert [cell.text for cell in table.rows[0]] == ["gap", "62.5 (60.0 to 65.0)", "10", "600", "3.00", "1.0e-03", "–"]
-    assert demo.comparison(rows[:1]).caption == "4 epochs, one seed (0)"
+    assert comparison.average(rows[:1]).caption == "4 epochs, one seed (0)"
 
 
 def test_the_demo_runs_without_matplotlib(trained, capsys, monkeypatch):
@@ -291,7 +292,7 @@ def test_measuring_restores_the_mode_of_the_model():
     model = create_model("plumage_net", head="mpncov", num_classes=3).train()
     birds = open_sources(load_recipe(demo.RECIPE, {"data.options": {"per_class": 1}}).data, 0).test
     birds.transform = build_transform(load_recipe(demo.RECIPE).data.transforms, False, (0.5,) * 3, (0.5,) * 3)
-    seen = measure(model, make_loader(birds, 4, train=False))
+    seen = comparison.measure_spectra(model, make_loader(birds, 4, train=False))
     assert model.training
     assert seen.eigenvalues.shape == (10, 64)
     assert bool((seen.eigenvalues.diff(dim=1) <= 0).all())
