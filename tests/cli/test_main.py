@@ -23,7 +23,7 @@ from eigengrain.errors import (
     UnknownName,
 )
 
-HEAVY = ("torch", "timm", "torchvision", "captum", "matplotlib", "rich")
+HEAVY = ("torch", "torch._dynamo", "timm", "torchvision", "captum", "matplotlib", "rich")
 
 
 def test_heavy_packages_are_imported_only_when_they_are_needed():

@@ -219,6 +219,24 @@ def test_an_upload_that_is_no_longer_in_memory(session):
     assert caught.value.value == "upload-abc"
 
 
+def test_memory_is_bounded_with_the_pixels_of_maps_and_the_scores_of_further_subsets(birds, monkeypatch):
+    model = bird_model()
+    one = bird_session("seb", model, birds).analyse("example-0")
+    height, width = one.pixels.shape[1:]
+    monkeypatch.setattr(limits, "CACHE_BYTES", 2 * 2 * 4 * height * width)  # half of it for two maps, without their pixels
+    session = bird_session("seb", model, birds)
+    first = session.explain(one, ["all"])
+    session.explain(one, ["top:3"])
+    assert session.explain(one, ["all"]) is not first
+    monkeypatch.setattr(limits, "CACHE_BYTES", 4 * one.bytes)  # room for two analyses
+    session = bird_session("seb", model, birds)
+    one, other = session.analyse("example-0"), session.analyse("example-4")
+    assert session.analyse("example-0") is one
+    session.predict(other, 3, "top:1+last:5")
+    assert session.analyse("example-4") is other
+    assert session.analyse("example-0") is not one
+
+
 @pytest.mark.parametrize(
     "key", ["example-9", "example--1", "example-", "example-99999999999999", "/etc/passwd", "", "example-²"]
 )

@@ -167,6 +167,9 @@ def test_the_last_50_of_256_eigenvalues_and_a_dead_spectrum():
     dead = spectrum_row(torch.zeros(2, 4), torch.zeros(2))
     assert dead["lambda_1"] == dead["q_norm"] == dead["s"] == 0
     assert math.isnan(dead["log10_condition"])
+    one_dead = spectrum_row(torch.tensor([[8.0, 2.0], [0.0, 0.0], [4.0, 1.0]]), None)
+    assert (one_dead["lambda_1"], one_dead["energy_last"]) == (4.0, 0.2)
+    assert one_dead["log10_condition"] == pytest.approx(math.log10(4))
     singular = spectrum_row(torch.tensor([[1.0, 0.5, 0.0, -1e-18]]).double(), None)
     assert singular["log10_condition"] == pytest.approx(-math.log10(4 * 2.220446e-16), rel=1e-6)
 
@@ -338,7 +341,7 @@ def test_schedules_by_update(kind):
         "constant": np.ones(14),
     }.get(kind)
     if expected is not None:
-        np.testing.assert_allclose(later, expected, atol=1e-12)
+        np.testing.assert_allclose(later, expected, rtol=0, atol=1e-12)
     assert (np.diff(later) <= 1e-12).all()
     with pytest.raises(ArgumentError) as error:
         build_schedule(optimiser, replace(config, warmup_epochs=5), 4, 4)

@@ -112,6 +112,33 @@ def test_class_weights_give_all_classes_the_same_weight():
     assert Loss(counts).weights is None
 
 
+SQUARES = {"snapmix": 5.0, "maps": lambda images, labels: images.square().sum(1)}
+
+
+@pytest.mark.parametrize("mixing", [{}, {"mixup": 1.0}, SQUARES])
+def test_the_weight_of_an_image_multiplies_its_smoothed_target(mixing):
+    images, labels, scores = batch()
+    labels = labels.where(labels != 3, 0)
+    partners, own, partner = labels.flip(0), torch.ones(6), torch.zeros(6)
+    if mixing:  # the shares of both labels, from the same mixing without smoothing
+        _, shares = Loss([1] * CLASSES, **mixing).mix(images.clone(), labels, 0)
+        own, partner = (shares.gather(1, each[:, None])[:, 0] for each in (labels, partners))
+        partner = partner.where(labels != partners, 0)
+    counts = [80, 10, 3, 0, 1]
+    weights = torch.tensor([94 / (4 * count) if count else 0.0 for count in counts])
+    losses = {each: -(smoothed(each, 0.1) * scores.log_softmax(1)).sum(1) for each in (labels, partners)}
+    expected = own * weights[labels] * losses[labels] + partner * weights[partners] * losses[partners]
+    loss = Loss(counts, balance=True, label_smoothing=0.1, **mixing)
+    _, targets = loss.mix(images.clone(), labels, 0)
+    torch.testing.assert_close(loss(scores, targets), expected.mean())
+
+
+def test_an_image_of_a_frequent_class_pulls_towards_it():
+    scores = torch.zeros(1, 2, requires_grad=True)
+    Loss([300, 3], balance=True, label_smoothing=0.1)(scores, torch.tensor([0])).backward()
+    assert scores.grad[0, 0] < 0 < scores.grad[0, 1]
+
+
 def test_weights_do_not_depend_on_how_images_are_shared():
     """The mean over two processes, or over two accumulated batches, is that of one batch."""
     _, labels, scores = batch()

@@ -107,8 +107,8 @@ def test_half_precision_and_a_dry_run(head, tmp_path, capsys):
 def test_class_weights_and_smoothing_apply_to_all_scores():
     loss, targets = Loss([1, 3], balance=True, label_smoothing=0.1), torch.tensor([0, 1, 1])
     scores = torch.randn(3, 2)
-    rows = cross_entropy(scores, targets, loss.weights, label_smoothing=0.1, reduction="none")
-    torch.testing.assert_close(loss.cross_entropy(scores, targets), rows.mean())
+    rows = cross_entropy(scores, targets, label_smoothing=0.1, reduction="none")
+    torch.testing.assert_close(loss.cross_entropy(scores, targets), (loss.weights[targets] * rows).mean())
 
 
 @pytest.mark.parametrize("head", HEADS)

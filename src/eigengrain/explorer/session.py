@@ -314,14 +314,13 @@ class Session:
         pixels = rgb_pixels(image, self.model.pretrained_cfg["mean"], self.model.pretrained_cfg["std"])
         analysis = Analysis(key, title, label, inputs, pixels, reduced, beside, eigenvalues, familiar)
         self._score(analysis, ["all", *(part for split in self.splits for part in self._parts(split))])
-        self._analyses.put(key, analysis)
         return analysis
 
     def _parts(self, split: int) -> tuple[str, str]:
         return f"top:{split}", f"last:{self.channels - split}"
 
     def _score(self, analysis: Analysis, subsets: Sequence[str]) -> None:
-        """Compute the scores of new subsets from the cached features."""
+        """Compute the scores of new subsets from the features, and keep the analysis."""
         new = [subset for subset in dict.fromkeys(subsets) if subset not in analysis.scores]
         for start in range(0, len(new), SUBSET_BATCH):
             batch = new[start : start + SUBSET_BATCH]
@@ -329,6 +328,8 @@ class Session:
                 vectors, _ = self.head.pool_subsets(analysis.reduced, batch)
                 scores = self.model.forward_vector(torch.cat(vectors), beside=analysis.beside).double().cpu()
             analysis.scores.update(zip(batch, scores, strict=True))
+        if new:
+            self._analyses.put(analysis.key, analysis)  # with its new size
 
     def subsets(self, split: int, custom: str = "") -> dict[str, str]:
         """Role → subset as text: ``all``, ``large``, ``small``, and ``custom`` if it is given.
@@ -467,4 +468,4 @@ def _evenly_spaced(channels: int) -> list[int]:
 
 
 def _map_bytes(explained: Explained) -> int:
-    return sum(4 * map.numel() for maps in explained.maps.values() for map in maps.values())
+    return explained.pixels.nbytes + sum(map.nbytes for maps in explained.maps.values() for map in maps.values())

@@ -6,10 +6,12 @@ are less familiar than nearly all validation images, see :mod:`eigengrain.models
 """
 
 import math
+from array import array
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -179,17 +181,18 @@ def collect(
     process = process or Process(next(model.parameters()).device)
     net = MixedPrecision(model, amp)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    logits = [torch.zeros(0, model.num_classes, dtype=torch.float64)]
-    labels = [torch.zeros(0, dtype=torch.long)]
-    means = [torch.zeros(0, model.num_features, dtype=torch.float64)]
+    # growing arrays: a small tensor per batch would stay between freed images, whose memory could then not be used again
+    logits, means, labels = array("d"), array("d"), array("q")
     with eval_mode(model):
         for images, targets in batches:
             features = net.features(images.to(process.device, non_blocking=True).contiguous(memory_format=layout))
-            logits.append(model.forward_head(features).cpu().double())
-            labels.append(targets.cpu())
-            means.append(features.flatten(2).mean(-1).cpu().double())
+            logits.frombytes(model.forward_head(features).cpu().double().numpy().tobytes())
+            means.frombytes(features.flatten(2).mean(-1).cpu().double().numpy().tobytes())
+            labels.frombytes(targets.cpu().long().numpy().tobytes())
             each()
-    shares = process.gather((torch.cat(logits), torch.cat(labels), torch.cat(means)))
+    n = len(labels)
+    own = (np.array(logits).reshape(n, model.num_classes), np.array(labels), np.array(means).reshape(n, model.num_features))
+    shares = process.gather(tuple(map(torch.from_numpy, own)))
     return Collected(*(torch.cat(parts) for parts in zip(*shares, strict=True)))
 
 

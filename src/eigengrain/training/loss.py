@@ -112,8 +112,19 @@ class Loss:
         if self.weights is None:
             return cross_entropy(scores, targets, label_smoothing=smoothing)
         self.weights = self.weights.to(scores)
+        # the weight of an image multiplies its whole smoothed target: weights given to cross_entropy multiply each class of
+        # the target, so that an image of a frequent class could pull more towards a rare class than towards its own
+        if mixed:
+            return cross_entropy(scores, self._weighted(targets))
         # a mean over images, not over weights: the sum over batches and processes must not depend on how images are shared
-        return cross_entropy(scores, targets, self.weights, label_smoothing=smoothing, reduction="none").mean()
+        return (self.weights[targets] * cross_entropy(scores, targets, label_smoothing=smoothing, reduction="none")).mean()
+
+    def _weighted(self, shares: Tensor) -> Tensor:
+        """Smoothed shares (B, classes), with the weight of the class that each part of them is from."""
+        assert self.weights is not None
+        spread = self.label_smoothing / self.classes
+        own = self.weights * (shares - spread * shares.sum(1, keepdim=True))
+        return own + spread / (1 - self.label_smoothing) * own.sum(1, keepdim=True)
 
 
 def hits(scores: Tensor, targets: Tensor) -> Tensor:

@@ -78,12 +78,12 @@ class Meter:
 
 
 def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]:
-    r"""Statistics of the spectra of a batch, each as the median over its images.
+    r"""Statistics of the spectra of a batch, each as the lower median over the images for which it is defined.
 
     With the eigenvalues :math:`\lambda_1 \ge \dots \ge \lambda_d` of the covariance: :math:`\lambda_1`;
     :math:`\log_{10} \lambda_1/\lambda_d`, with :math:`\lambda_d` at least :math:`d\,\epsilon\,\lambda_1`, the size of
     rounding errors; the share of the smallest eigenvalues, 50 of 256, in :math:`\sum \lambda`; s; and
-    :math:`\|Q\|_F = \sqrt{\sum \lambda}`.
+    :math:`\|Q\|_F = \sqrt{\sum \lambda}`. The second and the third are undefined for a covariance of zeros.
 
     ``eigenvalues`` is (B, d), descending; ``factor`` is s, (B,), or None if the head has none.
 
@@ -102,7 +102,7 @@ def spectrum_row(eigenvalues: Tensor, factor: Tensor | None) -> dict[str, float]
     }
     if factor is not None:
         row["s"] = factor.detach().cpu().double()
-    return {name: float(value.median()) for name, value in row.items()}
+    return {name: float(value.nanmedian()) for name, value in row.items()}
 
 
 class Summary:
