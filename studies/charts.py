@@ -43,7 +43,7 @@ def _canvas(
         _finish(figure, path, across)
 
 
-def _finish(figure: Figure, path: Path, across: int = 4) -> None:
+def _finish(figure: Figure, path: Path, across: int) -> None:
     """One legend below all panels, no wider than the figure, and the file."""
     entries: dict[str, Any] = {}
     for axes in figure.axes:

@@ -94,10 +94,13 @@ def subset_report(setup: Setup, rows: Sequence[Row]) -> Report:
 
 
 def similarity_table(setup: Setup, row: Row, printed: Mapping[tuple[str, str], Sequence[float]]) -> tuple[list[Any], Table]:
-    """Correlation and mean absolute error of the maps of large and small eigenvalues; ``printed`` are the paper's."""
+    """Correlation and mean absolute error of the maps of large and small eigenvalues; ``printed`` are the paper's.
+
+    A mean is over the images for which the measure is defined; their number is in the table if there are others.
+    """
     record, analysis = setup.analysis(row, "similarity")
     keys = ("rule", "cut", "subset", "collapse", "measure")
-    means = {tuple(each[key] for key in keys): each["mean"] for each in analysis.get("rows", ())}
+    measured = {tuple(each[key] for key in keys): each for each in analysis.get("rows", ())}
     subsets = dict(zip(("large", "small"), large_and_small(setup.channels), strict=True))
     csv: list[dict[str, Any]] = []
     lines = []
@@ -108,16 +111,17 @@ def similarity_table(setup: Setup, row: Row, printed: Mapping[tuple[str, str], S
             line[f"{heading}: paper"] = f"{number:{form}}" if row.head == "mpncov" else "–"
             for cut in CUTS:
                 for collapse in ("abs-max", "signed-sum"):
-                    value = means.get((rule, cut, subsets[part], collapse, measure))
-                    ours = NOT_RUN if record is None else "undefined" if value is None else value
+                    each = measured.get((rule, cut, subsets[part], collapse, measure), {"mean": None, "n": ""})
+                    ours = NOT_RUN if record is None else "undefined" if each["mean"] is None else each["mean"]
                     if collapse == "abs-max":
-                        text = ours if isinstance(ours, str) else f"{ours:{form}}"
+                        some = "" if each["n"] == analysis.get("images") else f" (n = {each['n']})"
+                        text = ours if isinstance(ours, str) else f"{ours:{form}}{some}"
                         line[f"{heading}: {cut}{' cut' * (cut == 'exact')}"] = text
                     columns: dict[str, Any] = {"data": TITLES[row.data], "method": row.method, "rule": rule}
                     columns["eigenvalues"] = part
                     columns |= {"subset": subsets[part], "measure": measure, "cut": cut, "collapse": collapse}
                     columns |= {"scale": setup.options.scale, "paper": number if row.head == "mpncov" else ""}
-                    columns |= {"ours": ours, "images": analysis.get("images", "")}
+                    columns |= {"ours": ours, "images": each["n"]}
                     csv.append(columns | {"run": record["name"] if record else ""} | environment_columns(record))
         lines.append(line)
     title = f"{setup.title(row.data)}, {row.method}"

@@ -428,7 +428,7 @@ def test_table_10_stands_under_the_protocol_of_its_network(protocol, tmp_path):
         chosen_at_ten(setup, row)
     job = setup.jobs(row, protocol)[3 if protocol == "fair" else 0]
     measured = [
-        {"rule": "vanilla", "cut": cut, "subset": subset, "collapse": "abs-max", "measure": measure, "mean": 0.5}
+        {"rule": "vanilla", "cut": cut, "subset": subset, "collapse": "abs-max", "measure": measure, "mean": 0.5, "n": 9}
         for cut in ("exact", "projector")
         for subset in ("top:206", "last:50")
         for measure in ("corr", "mae")
@@ -438,6 +438,26 @@ def test_table_10_stands_under_the_protocol_of_its_network(protocol, tmp_path):
     lines = [line for line in study.report(setup).rows if line["metric"] == "corr"]
     other = {"fair": "paper", "paper": "fair"}[protocol]
     assert {(line[f"{protocol}_protocol_mean"], line[f"{other}_protocol_mean"]) for line in lines} == {(0.5, "")}
+
+
+def test_means_of_some_images_have_their_number(tmp_path):
+    setup = setup_of(tmp_path)
+    study = find_study("similarity")
+    row = study.rows(setup)[0]
+    chosen_at_ten(setup, row)
+    about = {"rule": "vanilla", "cut": "exact", "collapse": "abs-max", "measure": "corr"}
+    measured = [
+        about | {"subset": "top:206", "mean": 0.9, "n": 9},
+        about | {"subset": "last:50", "mean": 0.5, "n": 4},
+        about | {"subset": "last:50", "cut": "projector", "mean": None, "n": 0},
+    ]
+    record(setup, setup.jobs(row, "fair")[3], 70.0, analyses={"similarity": {"images": 9, "rows": measured}})
+    report = study.report(setup)
+    lines = [each for each in report.rows if {**each, **about, "data": "Birds", "method": "MPN-COV"} == each]
+    assert {line["eigenvalues"]: (line["ours"], line["images"]) for line in lines} == {"large": (0.9, 9), "small": (0.5, 4)}
+    table = next(table for table in report.tables if not table.is_empty).frame
+    assert table["Corr: exact cut"].tolist()[:2] == ["0.90", "0.50 (n = 4)"]
+    assert table["Corr: projector"].tolist()[1] == "undefined"
 
 
 def test_networks_after_imagenet_wait_for_it(tmp_path):
