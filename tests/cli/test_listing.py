@@ -39,6 +39,7 @@ def printed_json(capsys):
         ("resnet18", 512, 224, (7, 7), (14, 14), 11_689_512 - 513 * 1000),
         ("test_vit", 64, 160, (10, 10), None, VIT_PARAMETERS),  # built for one size, and without strides
         ("tf_efficientnet_lite0", 1280, 224, (7, 7), (14, 14), 4_652_008 - 1281 * 1000),
+        ("halonet26t", 2048, 256, (8, 8), None, 12_480_288 - 2049 * 1000),  # its blocks of attention do not divide 224
     ],
 )
 def test_sizes_of_backbones(name, channels, image, size, larger, parameters):

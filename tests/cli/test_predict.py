@@ -171,6 +171,13 @@ def test_the_table_shows_the_first_images_and_names_with_brackets(checkpoint, ph
     assert "b.png" not in out
 
 
+def test_the_table_of_relative_and_absolute_paths(checkpoint, photos, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "300")
+    places = ["photos/a.png", str(photos / "b.png")]
+    run(Predict(places, checkpoint))
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines() if ".png" in line] == places
+
+
 def test_img_size_is_the_size_that_the_model_sees(checkpoint, photos, monkeypatch):
     seen = []
     stack = module._stack

@@ -207,9 +207,9 @@ def test_distances_agree_with_elementary_geometry():
     u, v = points.astype(np.float32).T
     a, b = np.array([-0.3, 0.1]), np.array([0.4, -0.2])
     np.testing.assert_allclose(
-        capsule(u, v, tuple(a), tuple(b), 0.1), [segment_distance(p, a, b) - 0.1 for p in points], atol=1e-6
+        capsule(u, v, tuple(a), tuple(b), 0.1), [segment_distance(p, a, b) - 0.1 for p in points], rtol=0, atol=1e-6
     )
-    np.testing.assert_allclose(circle(u, v, (0.2, 0.1), 0.3), np.hypot(*(points - [0.2, 0.1]).T) - 0.3, atol=1e-6)
+    np.testing.assert_allclose(circle(u, v, (0.2, 0.1), 0.3), np.hypot(*(points - [0.2, 0.1]).T) - 0.3, rtol=0, atol=1e-6)
     corners = [(-0.5, -0.4), (0.6, -0.3), (0.3, 0.5)]
     inside = polygon(u, v, corners) < 0
     for p, is_inside in zip(points, inside, strict=True):
@@ -223,7 +223,7 @@ def test_distances_agree_with_elementary_geometry():
     x, y = 0.5 * np.cos(t), 0.2 * np.sin(t)
     u, v = 0.1 + x * np.cos(0.7) - y * np.sin(0.7), -0.2 + x * np.sin(0.7) + y * np.cos(0.7)
     on_edge = ellipse(u.astype(np.float32), v.astype(np.float32), (0.1, -0.2), (0.5, 0.2), 0.7)
-    np.testing.assert_allclose(on_edge, 0, atol=1e-6)
+    np.testing.assert_allclose(on_edge, 0, rtol=0, atol=1e-6)
 
 
 def test_coverage_adds_up_to_the_area():

@@ -11,7 +11,7 @@ from docs.pages import ROOT, blocks, prose
 from eigengrain.cli.commands import COMMANDS
 from eigengrain.options import options_of
 
-PACKAGES = ("functional", "heads", "models", "data", "training", "explain")
+PACKAGES = ("functional", "heads", "models", "data", "training", "explain", "report")
 
 
 @pytest.mark.parametrize("package", PACKAGES)

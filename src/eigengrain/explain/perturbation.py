@@ -46,8 +46,9 @@ class SplitCovariance(NamedTuple):
 def split_covariance(P: Tensor, split: int) -> SplitCovariance:
     r"""Split a covariance by its eigenvalues (Eq. 10).
 
-    .. math:: P_L = U \Lambda_L U^T, \quad P_S = U \Lambda_S U^T, \qquad
-       \Lambda_L = (\lambda_1, …, \lambda_t, 0, …, 0), \quad \Lambda_S = (0, …, 0, \lambda_{t+1}, …, \lambda_d)
+    .. math:: P_L &= U \Lambda_L U^T, & P_S &= U \Lambda_S U^T
+
+       \Lambda_L &= (\lambda_1, …, \lambda_t, 0, …, 0), & \Lambda_S &= (0, …, 0, \lambda_{t+1}, …, \lambda_d)
 
     P is (*, d, d), symmetric positive semi-definite, and ``split`` is t. Eigenvalues up to
     :math:`d\,\varepsilon\,\lambda_1` are rounding and count as 0. No gradient is recorded.
@@ -71,8 +72,9 @@ def split_covariance(P: Tensor, split: int) -> SplitCovariance:
 def perturbation_loss(M: Tensor, P_L: Tensor, P_S: Tensor, toward: str) -> Tensor:
     r"""The loss that an image is changed by: :math:`l_1` (Eq. 11) for ``large``, :math:`l_2` (Eq. 12) for ``small``.
 
-    .. math:: l_1 = \|M - P_L\|_F^2, \qquad
-       l_2 = -\|M - P_L\|_F^2 + \|M - P_S\|_F^2
+    .. math:: l_1 &= \|M - P_L\|_F^2
+
+       l_2 &= -\|M - P_L\|_F^2 + \|M - P_S\|_F^2
            = 2\langle M, P_L - P_S\rangle - \|P_L\|_F^2 + \|P_S\|_F^2
 
     The last form (Eq. 13) is evaluated: it does not cancel, and it shows that :math:`l_2` is linear in M. The matrices are

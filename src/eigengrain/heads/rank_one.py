@@ -41,8 +41,9 @@ def damp_leading_direction(x: Tensor, start: Tensor, iterations: int, epsilon: f
 class RankOneUpdatePooling(Head):
     r"""Rank-one update normalisation (RUN) of bilinear pooling, full or compact.
 
-    .. math:: v_k = X X^T v_{k-1}, \qquad X' = \Big(I - \epsilon\,\frac{v_K v_K^T}{\|v_K\|^2}\Big) X, \qquad
-       B = \frac1N X' X'^T = \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big) \frac{X X^T}{N}
+    .. math:: v_k &= X X^T v_{k-1}, \qquad X' = \Big(I - \epsilon\,\frac{v_K v_K^T}{\|v_K\|^2}\Big) X
+
+       B &= \frac1N X' X'^T = \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big) \frac{X X^T}{N}
        \Big(I - \epsilon\,\frac{v v^T}{\|v\|^2}\Big)
 
     The features are not centred, so their largest eigenvalue, mostly that of the mean, is far above the others; a few power

@@ -51,8 +51,8 @@ def test_sketch_equals_the_definition(kind, order, out_features):
     same = sketch(xs[0])
     assert y.shape == same.shape == (2, 3, out_features)
     for at in itertools.product(range(2), range(3)):
-        np.testing.assert_allclose(y[at].numpy(), NAIVE[kind](sketch, [x[at].tolist() for x in xs]), atol=1e-12)
-        np.testing.assert_allclose(same[at].numpy(), NAIVE[kind](sketch, [xs[0][at].tolist()] * order), atol=1e-12)
+        np.testing.assert_allclose(y[at].numpy(), NAIVE[kind](sketch, [x[at].tolist() for x in xs]), rtol=0, atol=1e-12)
+        np.testing.assert_allclose(same[at].numpy(), NAIVE[kind](sketch, [xs[0][at].tolist()] * order), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("channels, positions", [(3, 20), (12, 2), (4, 1)])  # covers both ways of pooling
@@ -89,12 +89,12 @@ def test_sketch_derivatives(kind, order):
 def test_sketch_under_vmap(kind):
     sketch = kind(4, 9)
     x = draw(5, 3, 4)
-    assert torch.allclose(torch.func.vmap(sketch)(x), sketch(x))
-    assert torch.allclose(torch.func.vmap(sketch.pool)(x), sketch.pool(x))
+    assert torch.allclose(torch.func.vmap(sketch)(x), sketch(x), rtol=0, atol=1e-12)
+    assert torch.allclose(torch.func.vmap(sketch.pool)(x), sketch.pool(x), rtol=0, atol=1e-12)
     per_sample = torch.func.vmap(torch.func.grad(lambda item: sketch.pool(item).square().sum()))(x)
     y = x.clone().requires_grad_()
     (whole,) = torch.autograd.grad(sketch.pool(y).square().sum(), y)
-    assert torch.allclose(per_sample, whole)
+    assert torch.allclose(per_sample, whole, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("kind", SKETCHES)
@@ -233,8 +233,8 @@ def test_head_under_autocast_and_layouts(projection):
         v = head(x)
     assert v.dtype == torch.float32
     assert torch.equal(v, head(x))
-    assert torch.allclose(head(x.to(memory_format=torch.channels_last)), v, atol=1e-5)
-    assert torch.allclose(torch.func.vmap(lambda item: head(item.unsqueeze(0)).squeeze(0))(x), v, atol=1e-5)
+    assert torch.allclose(head(x.to(memory_format=torch.channels_last)), v, rtol=0, atol=1e-5)
+    assert torch.allclose(torch.func.vmap(lambda item: head(item.unsqueeze(0)).squeeze(0))(x), v, rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("projection", PROJECTIONS)

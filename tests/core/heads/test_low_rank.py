@@ -130,8 +130,8 @@ def test_low_precision_and_autocast():
     assert torch.equal(v, head(x))
     assert torch.equal(scores, classifier(head(x)))
     exact = head.double()(x.double())
-    assert torch.allclose(v.double(), exact, atol=1e-5)
-    assert torch.allclose(scores.double(), classifier.double()(exact), atol=1e-5)
+    assert torch.allclose(v.double(), exact, rtol=0, atol=1e-5)
+    assert torch.allclose(scores.double(), classifier.double()(exact), rtol=0, atol=1e-5)
     assert head.half()(x).dtype == torch.float32
     assert classifier.half()(v).dtype == torch.float32
 
@@ -140,8 +140,8 @@ def test_memory_layout_and_vmap():
     x = draw(3, 6, 4, 5, dtype=torch.float32)
     head = create_head("lrbp", 6, project=4)
     v = head(x)
-    assert torch.allclose(head(x.to(memory_format=torch.channels_last)), v, atol=1e-6)
-    assert torch.allclose(torch.func.vmap(lambda item: head(item.unsqueeze(0)).squeeze(0))(x), v, atol=1e-6)
+    assert torch.allclose(head(x.to(memory_format=torch.channels_last)), v, rtol=0, atol=1e-6)
+    assert torch.allclose(torch.func.vmap(lambda item: head(item.unsqueeze(0)).squeeze(0))(x), v, rtol=0, atol=1e-6)
 
 
 def test_state_round_trip():
@@ -160,7 +160,7 @@ def test_defaults():
     assert head.out_features == 5050
     assert not head.quadratic
     weight = head.projection.weight.detach()
-    assert torch.allclose(weight @ weight.T, torch.eye(100), atol=1e-5)
+    assert torch.allclose(weight @ weight.T, torch.eye(100), rtol=0, atol=1e-5)
     classifier = head.classifier(200)
     assert (classifier.in_features, classifier.out_features, classifier.rank) == (5050, 200, 8)
     # far fewer numbers than the linear classifier of the full matrix

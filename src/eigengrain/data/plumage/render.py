@@ -180,7 +180,7 @@ def circle(u: Plane, v: Plane, centre: Point, radius: float) -> Plane:
     return _length(u - centre[0], v - centre[1]) - radius
 
 
-def ellipse(u: Plane, v: Plane, centre: Point, radii: Point, angle: float = 0.0) -> Plane:
+def ellipse(u: Plane, v: Plane, centre: Point, radii: Point, angle: float) -> Plane:
     r"""Distance to an ellipse whose first axis is turned by ``angle`` from u to v; exact to the first order at its edge.
 
     It is :math:`k_0 (k_0 - 1) / k_1, k_0 = \lVert (x/r_x, y/r_y) \rVert, k_1 = \lVert (x/r_x^2, y/r_y^2) \rVert`.
