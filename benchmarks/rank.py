@@ -9,6 +9,7 @@ from torch import Tensor
 
 from benchmarks import measure
 from eigengrain import names
+from eigengrain.cli.evaluate import check_checkpoint
 from eigengrain.environment import pick_device
 from eigengrain.errors import ArgumentError
 from eigengrain.explain.saliency import attribute_rules
@@ -110,8 +111,7 @@ def measure_run(trained: TrainedModel, config: RankBench) -> list[measure.Row]:
 
 def run(config: RankBench) -> None:
     """``python -m benchmarks rank``."""
-    if not config.checkpoint:
-        raise ArgumentError("checkpoint", "must be one or more folders of trainings", config.checkpoint)
+    check_checkpoint(config.checkpoint)
     device, rows = pick_device(config.device), list[measure.Row]()
     for checkpoint in config.checkpoint:
         for size in config.img_sizes or (None,):

@@ -11,10 +11,10 @@ from PIL import Image
 from torch import Tensor
 
 from benchmarks import measure
+from eigengrain.cli.evaluate import check_checkpoint
 from eigengrain.data.datasets.layout import images_below
 from eigengrain.data.decode import open_image
 from eigengrain.environment import pick_device
-from eigengrain.errors import ArgumentError
 from eigengrain.models import CovarianceNet
 from eigengrain.models.calibration import familiarity
 from eigengrain.options import check, setting
@@ -130,8 +130,7 @@ def measure_run(run: TrainedModel, config: UnfamiliarBench) -> list[measure.Row]
 
 def run(config: UnfamiliarBench) -> None:
     """``python -m benchmarks unfamiliar``."""
-    if not config.checkpoint:
-        raise ArgumentError("checkpoint", "must be one or more folders of trainings", config.checkpoint)
+    check_checkpoint(config.checkpoint)
     device, rows = pick_device(config.device), []
     for checkpoint in config.checkpoint:
         trained = open_run(checkpoint)

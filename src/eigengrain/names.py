@@ -1,4 +1,6 @@
-"""The names that options accept. No torch here: the help and the shell completion are made from these tuples.
+"""The names, and the largest side of an image, that options accept.
+
+No torch here: the help and the shell completion are made from these tuples.
 
 Other modules import their tuple from here, so that each list exists once. A test compares ``HEADS`` with the registry.
 """
@@ -55,3 +57,5 @@ MEASURES = (
 SCALES = ("row", "each")
 #: eigenvalues that an image is perturbed toward
 DIRECTIONS = ("large", "small")
+#: largest side of an image in pixels, also where a folder of a stranger states it
+MAX_SIDE = 4096

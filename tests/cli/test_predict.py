@@ -28,7 +28,7 @@ from eigengrain.data import decode
 from eigengrain.errors import ArgumentError, FileError, UnknownName
 from eigengrain.models import create_model, save_pretrained
 from eigengrain.models.calibration import encode_subspace, familiarity
-from eigengrain.models.create import MAX_SIDE
+from eigengrain.names import MAX_SIDE
 from eigengrain.options import options_of
 from eigengrain.training import TrainedModel, open_run
 

@@ -95,7 +95,8 @@ def run(demo: Demo) -> int:
     else:
         output.say("no pictures without matplotlib: pip install 'eigengrain[explain]'")
     means = comparison.average(rows)
-    html.write_text(comparison.render_page(finished, sources, means, pictures, page_commands(demo, runs)), encoding="utf-8")
+    page = comparison.render_page(finished, sources, means, pictures, page_commands(demo, runs), environment)
+    html.write_text(page, encoding="utf-8")
     output.console().print(output.table(means.caption, means.heads, [[cell.text for cell in row] for row in means.rows]))
     output.say(f"{time.perf_counter() - start:.0f} s in all", f"report: {html}")
     output.say(*(f"{'    or:' if number else '  next:'} {command}" for number, command in enumerate(next_commands(demo))))

@@ -61,7 +61,7 @@ class Evaluate:
         check_data_options(self.data, self.data_options)
 
 
-def check_checkpoint(checkpoint: str) -> None:
+def check_checkpoint(checkpoint: str | Sequence[str]) -> None:
     """Raise an ArgumentError if no model is given."""
     if not checkpoint:
         raise ArgumentError("checkpoint", "is missing", remedy="give a folder of 'eigengrain train' or of save_pretrained")

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from eigengrain import names, output
 from eigengrain.cli.evaluate import check_checkpoint
-from eigengrain.cli.predict import MAX_SIDE, open_model
+from eigengrain.cli.predict import open_model
 from eigengrain.errors import ArgumentError
 from eigengrain.options import check, setting
 
@@ -36,7 +36,7 @@ class Export:
     checkpoint: str = ""
     format: Literal["onnx", "pt2"] = "onnx"
     out: str | None = None
-    img_size: int | list[int] | None = setting(None, least=1, most=MAX_SIDE)
+    img_size: int | list[int] | None = setting(None, least=1, most=names.MAX_SIDE)
     dynamic_batch: bool = True
     dtype: Literal["float64", "float32"] = "float64"
     opset: int = 20

@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 #: rows of the table on the terminal, and paths in a message
 SHOWN = 10
-#: largest side of an image, as in :mod:`eigengrain.models.create`
-MAX_SIDE = 4096
 
 
 @dataclass(frozen=True)
@@ -65,7 +63,7 @@ class Predict:
     batch_size: int = setting(32, least=1)
     device: str = setting("auto", offers=names.DEVICES)
     workers: int = setting(4, least=0)
-    img_size: int | None = setting(None, least=1, most=MAX_SIDE)
+    img_size: int | None = setting(None, least=1, most=names.MAX_SIDE)
     class_names: str | None = None
     backbone: str | None = setting(None, offers=names.BACKBONES)
     head: str | None = setting(None, offers=names.HEADS)

@@ -37,6 +37,7 @@ from eigengrain.models.extra_backbones import PREFIX, TorchvisionTrunk
 from eigengrain.models.model import CovarianceNet, Reduction
 from eigengrain.models.stride import StrideOn, edit_strides
 from eigengrain.models.weights import load_weights
+from eigengrain.names import MAX_SIDE
 
 #: defaults of arguments that are None; the signature repeats them, because the API reference prints it
 DEFAULT_HEAD, DEFAULT_CLASSES = "mpncov+seb", 1000
@@ -53,7 +54,7 @@ _DESCRIPTION = (
 
 #: limits of what a description, which may come from a stranger, can build: side of the images, numbers in the options of a
 #: backbone, tensors of a model
-MAX_SIDE, MAX_NUMBER, MAX_TENSORS = 4096, 1_000_000, 5000
+MAX_NUMBER, MAX_TENSORS = 1_000_000, 5000
 
 #: options of timm that lead to files, which some of its versions open in a way that runs code in them
 FILE_OPTIONS = ("checkpoint_path", "pretrained_cfg", "pretrained_cfg_overlay")

@@ -24,6 +24,8 @@ from eigengrain.text import counted
 AUTO_REDUCE_ABOVE, AUTO_REDUCE_TO = 512, 256
 #: and, where a covariance would otherwise be singular, to the largest of these numbers below the number of positions
 AUTO_REDUCE_SHORT = (192, 128, 96, 64, 48, 32, 24, 16, 12, 8)
+#: ends of the names of the buffers that scale a vector before its classifier
+VECTOR_FACTORS = ("vector_scale", "token_scale")
 
 Reduction = int | Literal["auto"] | None
 
@@ -469,7 +471,7 @@ class CovarianceNet(nn.Module):
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # old files have no factor, and with other weights of the backbone the vectors have another length
         for name, _ in self.named_buffers():
-            if name.endswith(("vector_scale", "token_scale")):
+            if name.endswith(VECTOR_FACTORS):
                 state_dict.setdefault(f"{prefix}{name}", torch.ones(()))
         super()._load_from_state_dict(state_dict, prefix, *args)
 

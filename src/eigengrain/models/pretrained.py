@@ -24,9 +24,10 @@ from eigengrain.heads import SpectralHead
 from eigengrain.models.backbone import ImageSize, on_meta
 from eigengrain.models.calibration import Calibration, decode_subspace
 from eigengrain.models.card import CARD_FILE, ModelCard, render_card
-from eigengrain.models.create import FILE_OPTIONS, MAX_SIDE, SOURCES, check_numbers, create_model, limit_size
+from eigengrain.models.create import FILE_OPTIONS, SOURCES, check_numbers, create_model, limit_size
 from eigengrain.models.model import CovarianceNet, check_unwrapped
 from eigengrain.models.weights import load_weights, read_shapes
+from eigengrain.names import MAX_SIDE
 from eigengrain.options import setting
 from eigengrain.text import few
 
@@ -61,7 +62,7 @@ class _Arguments:
     class_token: Literal["beside"] | bool | None = None
     token_norm: bool | None = None
     mid_level: int | None = setting(None, least=1)
-    img_size: tuple[int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
+    img_size: tuple[int, int] | None = setting(None, least=1, most=MAX_SIDE)
 
 
 @dataclass(frozen=True)
@@ -71,11 +72,11 @@ class _Description:
     architecture: str | None = None
     tag: str | None = None
     license: str | None = None
-    input_size: tuple[int, int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
-    min_input_size: tuple[int, int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
-    test_input_size: tuple[int, int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
+    input_size: tuple[int, int, int] | None = setting(None, least=1, most=MAX_SIDE)
+    min_input_size: tuple[int, int, int] | None = setting(None, least=1, most=MAX_SIDE)
+    test_input_size: tuple[int, int, int] | None = setting(None, least=1, most=MAX_SIDE)
     fixed_input_size: bool | None = None
-    pool_size: tuple[int, int] | None = setting(None, least=1, below=MAX_SIDE + 1)
+    pool_size: tuple[int, int] | None = setting(None, least=1, most=MAX_SIDE)
     interpolation: str | None = None
     crop_pct: float | None = setting(None, above=0, below=10)
     test_crop_pct: float | None = setting(None, above=0, below=10)

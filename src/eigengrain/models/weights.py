@@ -23,7 +23,7 @@ from torch import Tensor
 from eigengrain.errors import FileError, WeightsError
 from eigengrain.files import check_file
 from eigengrain.models.layouts import BACKBONE, Reading, into_backbone, readings, rename
-from eigengrain.models.model import CovarianceNet
+from eigengrain.models.model import VECTOR_FACTORS, CovarianceNet
 from eigengrain.models.numpy_file import read_arrays
 from eigengrain.text import printable
 
@@ -150,10 +150,6 @@ def load_weights(model: CovarianceNet, path: str | os.PathLike[str], strict: boo
     return report
 
 
-#: factors of vectors by the model that has them and their classifier
-_FACTORS = {"": ("vector_scale", "token_scale"), "mid_level.": ("vector_scale",)}
-
-
 class _Fit:
     """One reading of a file, compared with the tensors of the model."""
 
@@ -169,12 +165,12 @@ class _Fit:
             else:
                 self.mismatched.append(f"{name} {tuple(tensor.shape)} instead of {tuple(own[name].shape)}")
         # the factor of a vector belongs to the classifier that was trained with it
-        for part, factors in _FACTORS.items():
-            if any(name.startswith(f"{part}classifier.") and name not in self.matched for name in own):
-                for factor in factors:
-                    self.matched.pop(f"{part}{factor}", None)
+        for factor in [name for name in self.matched if name.endswith(VECTOR_FACTORS)]:
+            classifier = factor[: factor.rfind(".") + 1] + "classifier."
+            if any(name.startswith(classifier) and name not in self.matched for name in own):
+                del self.matched[factor]
         # old files do not count batches, which nothing depends on, and have no factor of the vector, which is then 1
-        needed = [name for name in own if not name.endswith(("num_batches_tracked", "vector_scale", "token_scale"))]
+        needed = [name for name in own if not name.endswith(("num_batches_tracked", *VECTOR_FACTORS))]
         self.new = [name for name in needed if name not in reading]
         self.backbone_missing = [name for name in needed if name.startswith(BACKBONE) and name not in self.matched]
         self.loads_backbone = any(name.startswith(BACKBONE) for name in self.matched)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from eigengrain.data import make_loader
-from eigengrain.environment import describe, pick_device
+from eigengrain.environment import pick_device
 from eigengrain.functional import covariance, eigh
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope
 from eigengrain.heads import CovarianceHead
@@ -197,7 +197,12 @@ def _by_head(runs: Sequence[Finished]) -> dict[str, list[Finished]]:
 
 
 def render_page(
-    runs: Sequence[Finished], sources: Sources, means: TableData, pictures: Sequence[Path], commands: Sequence[str]
+    runs: Sequence[Finished],
+    sources: Sources,
+    means: TableData,
+    pictures: Sequence[Path],
+    commands: Sequence[str],
+    environment: dict[str, Any],
 ) -> str:
     """The page as HTML; ``means`` is that of :func:`average`, and ``commands`` are shown at its end."""
     test = sources.test
@@ -214,7 +219,7 @@ def render_page(
         classes=class_comparison(runs, test.classes, test.labels),
         tiles=_tiles(runs, sources),
         commands=commands,
-        environment=describe(pick_device(runs[0].config.device)),
+        environment=environment,
     )
 
 

@@ -1,7 +1,7 @@
 """The page of a report, as HTML."""
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from eigengrain.report.examples import has_maps, pair_examples, worst_mistakes
 from eigengrain.report.measured import ClassRow, Measured, class_rows, validation_images
 from eigengrain.text import few, printable, wilson_interval
 from eigengrain.training.config import Train, from_mapping, load_recipe
-from eigengrain.training.run_folder import ARGUMENTS, RESULTS, UNREADABLE, TrainedModel
+from eigengrain.training.run_folder import ARGUMENTS, RESULTS, TrainedModel, read_unreadable
 from eigengrain.training.telemetry import read_summary
 from eigengrain.yaml_files import read_mapping
 
@@ -74,8 +74,8 @@ def render_page(
     if measured is not None and trained is not None:
         device = next(trained.model.parameters()).device
         values |= _measured_values(trained, measured, mistakes, drawing)
-        splits = _splits(trained, measured, root) if data is None else [measured.dataset]
-        left_out = trained.folder / UNREADABLE if trained.folder is not None else None
+        splits = [measured.dataset] if trained.config is None or data is not None else _splits(trained, root)
+        left_out = {} if trained.folder is None else read_unreadable(trained.folder)
         values["data"] = data_facts(splits, measured.dataset, left_out, check_images, workers)
     environment = results.get("environment") or describe(device)
     return render("report.html", title=printable(f"Report on {folder.resolve().name}"), environment=environment, **values)
@@ -136,20 +136,18 @@ def class_table(rows: Sequence[ClassRow], numbered: bool) -> TableData:
     return TableData(f"Precision and recall of {len(rows)} classes", heads, lines, words=[len(heads) - 1])
 
 
-def _splits(trained: TrainedModel, measured: Measured, root: str | None) -> list[ImageSet]:
-    """The data sets of the training, or the measured one of a model without its options."""
-    if trained.config is None:
-        return [measured.dataset]
+def _splits(trained: TrainedModel, root: str | None) -> list[ImageSet]:
+    """The data sets of a training."""
     train, test = (trained.dataset(split, root=root) for split in ("train", "test"))
     return [each for each in (train, validation_images(trained, root), test) if each is not None]
 
 
 def data_facts(
-    splits: Sequence[ImageSet], measured: ImageSet, left_out: Path | None, check_images: bool, workers: int
+    splits: Sequence[ImageSet], measured: ImageSet, left_out: Mapping[str, str], check_images: bool, workers: int
 ) -> dict[str, Any]:
     """Numbers of images of the splits, hints about classes, and images that spoil a result.
 
-    ``left_out`` is the list of the images that the training could not read.
+    ``left_out`` are the images that the training could not read, with the reason.
     """
     counts = [(each.split, each.class_counts()) for each in splits]
     lines = [[Cell(str(text)) for text in (name, sum(each), min(each), max(each))] for name, each in counts]
@@ -159,10 +157,8 @@ def data_facts(
     files = [each for each in splits if each.paths is not None]
     checked = check_images and bool(files)
     problems = data_check.find_problems(files, workers) if checked else []
-    if left_out is not None and left_out.is_file():
-        parts = [line.partition("\t") for line in left_out.read_text(encoding="utf-8", errors="replace").splitlines()]
-        missing = [data_check.Problem("left out", None, path, "unreadable", reason) for path, _, reason in parts]
-        problems = missing + problems
+    missing = [data_check.Problem("left out", None, path, "unreadable", reason) for path, reason in left_out.items()]
+    problems = missing + problems
     shared = sum(each.kind == "duplicate" and each.original_split != each.split for each in problems)
     return {
         "table": TableData("Numbers of images", ["split", "images", "smallest class", "largest class"], lines),

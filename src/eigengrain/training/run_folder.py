@@ -38,15 +38,21 @@ def names_below(root: str | None, paths: Sequence[Path]) -> list[str]:
     return [(path.relative_to(place) if path.is_relative_to(place) else path).as_posix() for path in paths]
 
 
+def read_unreadable(folder: Path) -> dict[str, str]:
+    """The images that ``unreadable.txt`` in the folder of a run lists, each with the reason; none without the file."""
+    listing = folder / UNREADABLE
+    lines = read_text(listing).splitlines() if listing.is_file() else []
+    return {path: reason for path, _, reason in (line.partition("\t") for line in lines)}
+
+
 def leave_out_listed(dataset: ImageSet, folder: Path, root: str | None) -> ImageSet:
-    """The samples of a data set that ``unreadable.txt`` in the folder of a run does not list.
+    """The samples of a data set that are not in :func:`read_unreadable`.
 
     The listing has paths relative to ``root``, which may have moved; those of older runs are complete.
     """
-    listing = folder / UNREADABLE
-    if dataset.paths is None or not listing.is_file():
+    listed = read_unreadable(folder).keys()
+    if dataset.paths is None or not listed:
         return dataset
-    listed = {line.partition("\t")[0] for line in read_text(listing).splitlines()}
     names = zip(dataset.paths, names_below(root, dataset.paths), strict=True)
     return dataset.subset(
         [k for k, (path, name) in enumerate(names) if not {printable(str(path)), printable(name)} & listed]
