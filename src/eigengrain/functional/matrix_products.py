@@ -23,53 +23,73 @@ Coefficients = tuple[tuple[float, float, float], ...]
 NEWTON_SCHULZ = (1.5, -0.5, 0.0)
 _LIMIT = (1.875, -1.25, 0.375)  # (15 − 10 x² + 3 x⁴)/8: the third order at 1
 
-#: Each row minimises max |1 − x h(x²)| over the interval that the previous row leaves, starting from x in [1e-6, 1], so
-#: that eigenvalues down to 1e-12 of the trace converge. tests/core/functional/test_matrix_products.py derives them again.
-QUINTIC: Coefficients = (
-    (8.5142580824550638, -25.281575954766767, 18.76730935805362),
-    (4.2570751967274421, -3.1601662884723843, 0.58647676586889606),
-    (4.2568278712874484, -3.1599952222165478, 0.58645725278399406),
-    (4.2557753676593653, -3.1592672143845102, 0.58637421090787063),
-    (4.2513019058274943, -3.1561724466233635, 0.58602120083998208),
-    (4.2323874701067828, -3.1430781183612703, 0.58452760483189848),
-    (4.1541563805752196, -3.0887579580661375, 0.57833223561558733),
-    (3.8583591588450083, -2.8808253054211705, 0.55463163412612446),
-    (3.0495983995227444, -2.2849888038567878, 0.48706082742570233),
-    (2.1120559374183665, -1.4938364726662914, 0.40010250263757197),
-    (1.8783836569506792, -1.253754501517105, 0.37537564814225241),
+#: Each row minimises max |1 − x h(x²)| over the interval that the previous row leaves, starting from x in [3.25e-4, 1], so
+#: that eigenvalues down to 1e-7 of the trace converge. tests/core/functional/test_matrix_products.py derives them again.
+_FIRST: Coefficients = (
+    (8.49996310937758, -25.225114145608515, 18.722388549086318),
+    (4.2326438606663883, -3.1432557157251892, 0.58454786200876019),
+    (4.1551983143761539, -3.0894831698026395, 0.57841494059563159),
+    (3.862025030647918, -2.8834288519951388, 0.55492819198574961),
+    (3.0572992780466213, -2.290913011565896, 0.48772809525615601),
+    (2.1163700701224104, -1.4979905877981856, 0.40054077315733477),
+    (1.8785546481970568, -1.2539439627568107, 0.3753946147256027),
     _LIMIT,
     _LIMIT,
 )
-
-#: the same from x in [3.52e-4, 1], which is what one Newton step leaves of the range above, see :func:`lyapunov`
-QUINTIC_AFTER_NEWTON: Coefficients = (
-    (8.498774023785936, -25.220417663867785, 18.718652090459887),
-    (4.230623564034789, -3.1418562159324854, 0.5843882320097578),
-    (4.1470017004604465, -3.083776833560582, 0.5777641816326998),
-    (3.8333740592126366, -2.863061542709957, 0.5526084184157797),
-    (2.9983605161731357, -2.2454145012768927, 0.4826069422712509),
-    (2.084749179651984, -1.46735144284732, 0.39731547991053057),
-    (1.8774181008247524, -1.2526841619833744, 0.3752685174635209),
+#: the same from x in [0.0235, 1], to which the first steps bring 1e-6
+_REST: Coefficients = (
+    (7.5853654347319814, -21.619477827056066, 15.856136765847259),
+    (3.0996972083626519, -2.3234222583475233, 0.49139207054508255),
+    (2.141152432845927, -1.5217013700759374, 0.40304800290377885),
+    (1.8796388367371168, -1.2551446603966181, 0.37551483745526665),
     _LIMIT,
     _LIMIT,
 )
+#: all steps: eigenvalues down to 1e-12 of the trace converge
+QUINTIC = _FIRST + _REST
 
 #: steps for float32, from x in [1e-5, 1]. A minimax step from a long range takes some of the large values to the lower end
 #: of what it leaves, where they have lost their digits. The one that is repeated here takes none below 0.18
-POLAR: Coefficients = (QUINTIC[7],) * 6 + QUINTIC[7:]
+POLAR: Coefficients = (_FIRST[3],) * 6 + _FIRST[3:]
 
 #: result of the iteration for 1/√0: null directions come out as if σ were one over this
 _NULL_INVERSE = math.prod(c0 for c0, _, _ in QUINTIC)
-#: scaling of the Newton step that brings [1/_NULL_INVERSE, 1] to the shortest range
-_NEWTON_SCALE = math.sqrt(_NULL_INVERSE)
-#: margin above the largest value after that step, since the polynomials diverge beyond 1: eigenvalues that are negative by
-#: rounding come out larger than those of 0, by up to 8 % for features with few active positions
-_NEWTON_MARGIN = 2.0
-_NEWTON_LARGEST = _NEWTON_MARGIN * (_NEWTON_SCALE + 1 / _NEWTON_SCALE) / 2
+
+
+class _NewtonStep(NamedTuple):
+    """The step ½(μx + 1/(μx))/largest, which brings [smallest, 1] to [1/largest, 1/margin]."""
+
+    scale: float
+    largest: float
+
+    @classmethod
+    def of(cls, smallest: float, margin: float) -> "_NewtonStep":
+        scale = 1 / math.sqrt(smallest)
+        return cls(scale, margin * (scale + 1 / scale) / 2)
+
+    @property
+    def weights(self) -> tuple[float, float]:
+        """Factors of x and 1/x."""
+        return self.scale / (2 * self.largest), 1 / (2 * self.largest * self.scale)
+
+
+#: for any matrix. The margin is needed because the polynomials diverge beyond 1: eigenvalues that are negative by rounding
+#: come out larger than those of 0, by up to 8 % for features with few active positions
+_FAR = _NewtonStep.of(1 / _NULL_INVERSE, margin=2.0)
+#: for matrices that converge in the first steps, whose σ are at least 2e-4 of the root of the trace
+_NEAR = _NewtonStep.of(1.45e-4, margin=1.02)
+#: steps of the rest that suffice after it
+_NEAR_STEPS = 5
 
 
 def symmetric(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) / 2
+
+
+def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
+    """AB (B, d, d), which is symmetric up to rounding, made symmetric."""
+    kernels = _kernels_for(a)
+    return symmetric(torch.bmm(a, b)) if kernels is None else kernels.symmetric_product(a, b)
 
 
 def trace(p: Tensor) -> Tensor:
@@ -101,11 +121,15 @@ def quadratic(m: Tensor, coefficients: tuple[float, float, float], times: float 
 
 
 class Roots(NamedTuple):
-    """Y ≈ A^½ and Z ≈ A^−½ of A = P/scale, where scale (B, 1, 1) is the trace."""
+    """Y ≈ A^½ and Z ≈ A^−½ of A = P/scale, where scale (B, 1, 1) is the trace.
+
+    ``far`` (B,) is 0 where the first steps were enough, and 1 where the others were needed or made in any case.
+    """
 
     y: Tensor
     z: Tensor
     scale: Tensor
+    far: Tensor
 
 
 def coupled_iteration(a: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
@@ -121,8 +145,12 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients) -> tuple[Tensor, Te
 def roots(p: Tensor) -> Roots:
     """Converged roots of positive semi-definite P (B, d, d)."""
     scale = nonzero(trace(p))
-    y, z = coupled_iteration(p / scale, QUINTIC)
-    return Roots(symmetric(y), symmetric(z), scale)
+    a = p / scale
+    if kernels := _kernels_for(a):
+        y, z, far = kernels.coupled_iteration(a, QUINTIC, len(_FIRST))
+        return Roots(y, z, scale, far)
+    y, z = coupled_iteration(a, QUINTIC)
+    return Roots(symmetric(y), symmetric(z), scale, torch.ones_like(a[:, 0, 0], dtype=torch.int32))
 
 
 def polar_factor(x: Tensor) -> Tensor:
@@ -157,18 +185,23 @@ def sign_of_block(b: Tensor, c: Tensor, coefficients: Coefficients) -> tuple[Ten
     return b, c
 
 
-def lyapunov(root: Roots, g: Tensor) -> Tensor:
-    r"""X of :math:`P^{1/2} X + X P^{1/2} = G` for symmetric G (B, d, d), at any rank.
+def lyapunov(root: Roots, grad: Tensor, times: Tensor | float = 1.0) -> tuple[Tensor, Tensor]:
+    r"""X of :math:`P^{1/2} X + X P^{1/2} = G` for G = sym(grad) (B, d, d), at any rank, times a factor; and <G, Y> (B,).
 
     The inverse root is available, so the sign iteration can start with a Newton step
-    :math:`\tfrac12(\mu B + (\mu B)^{-1})`, which saves four of thirteen polynomial steps. Null directions count as
+    :math:`\tfrac12(\mu B + (\mu B)^{-1})`, which saves six of fifteen polynomial steps. Null directions count as
     σ = 1.2e-7 of the root of the trace: between two of them X is large, and vanishes when it is multiplied with features.
     """
-    y, z, scale = root
-    down = 1 / (2 * _NEWTON_LARGEST)
-    b = down * _NEWTON_SCALE * y + down / _NEWTON_SCALE * z
-    c = torch.baddbmm(g, torch.bmm(z, g), z, beta=down * _NEWTON_SCALE, alpha=down / _NEWTON_SCALE)
-    return sign_of_block(b, symmetric(c), QUINTIC_AFTER_NEWTON)[1] / (2 * scale.sqrt())
+    y, z, scale, far = root
+    if kernels := _kernels_for(y):
+        newton = (_FAR.weights, _NEAR.weights)
+        corner, product = kernels.lyapunov(grad.contiguous(), y, z, far, newton, QUINTIC, len(_FIRST), _NEAR_STEPS)
+    else:
+        g, (of_y, of_z) = symmetric(grad.to(y.dtype)), _FAR.weights
+        c = torch.baddbmm(g, torch.bmm(z, g), z, beta=of_y, alpha=of_z)
+        corner = sign_of_block(of_y * y + of_z * z, symmetric(c), _FIRST)[1]
+        product = (g * y).sum((-2, -1))
+    return corner * (times / (2 * scale.sqrt())), product
 
 
 def polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
@@ -179,77 +212,26 @@ def polynomial(z: Tensor, coefficients: list[float]) -> Tensor:
     return out
 
 
-#: side of a tile of the result, and length of a step along the sum
-_TILE, _DEPTH = 64, 32
-
-
 @functools.cache
-def _square_kernel() -> Any:
-    """The Triton kernel; raises ImportError without Triton."""
-    import triton
-    import triton.language as tl
-
-    @triton.jit(do_not_specialize=["turn"])
-    def square(source, target, times, turn, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
-        item = tl.program_id(1)
-        across = tl.cdiv(n, TILE)
-        row, column = tl.program_id(0) // across, tl.program_id(0) % across
-        # the lower triangle is written together with the upper one
-        if (turn < tl.load(times + item)) & (row <= column):
-            first = item.to(tl.int64) * n * n
-            i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-            inside = (i < n)[:, None] & (j < n)[None, :]
-            total = tl.zeros((TILE, TILE), dtype=tl.float64)
-            for k0 in range(0, n, DEPTH):
-                k = k0 + tl.arange(0, DEPTH)
-                left = tl.load(source + first + i[:, None] * n + k[None, :], (i < n)[:, None] & (k < n)[None, :], 0.0)
-                right = tl.load(source + first + k[:, None] * n + j[None, :], (k < n)[:, None] & (j < n)[None, :], 0.0)
-                total = tl.dot(left, right, total, input_precision="ieee", out_dtype=tl.float64)
-            total += 2 * tl.load(source + first + i[:, None] * n + j[None, :], inside, 0.0)
-            tl.store(target + first + i[:, None] * n + j[None, :], total, inside)
-            if row < column:
-                tl.store(target + first + j[:, None] * n + i[None, :], tl.trans(total), tl.trans(inside))
-
-    return square
-
-
-@functools.cache
-def _kernel_available(device: torch.device) -> bool:
-    """Whether the kernel runs on a device; it is tried once, with a warning if Triton is installed and fails."""
+def _kernels(device: torch.device) -> Any:
+    """The module of kernels, or None if a device cannot run them; tried once, with a warning if Triton is installed."""
     try:
-        square_repeatedly(
-            torch.zeros(1, 16, 16, dtype=torch.float64, device=device), torch.ones(1, dtype=torch.int32, device=device), 1
-        )
+        from eigengrain.functional._cuda import products
     except ImportError:
-        return False
+        return None
+    try:
+        products.try_kernels(device)
     except Exception as error:  # the compiler raises exceptions of many types
         warnings.warn(f"Triton cannot compile for {device}: using slower products ({error})", stacklevel=2)
-        return False
-    return True
+        return None
+    return products
 
 
-def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
-    """E ← 2E + E² on CUDA, repeated ``times`` for each matrix.
-
-    The number of repetitions depends on the norm of a matrix, which is on the device. A loop on the host would have to
-    wait for it, or square as often as the largest norm could need. Here all launches are made, and a matrix that is done
-    returns from them immediately.
-
-    Args:
-        e: symmetric (B, d, d), float64, contiguous.
-        times: (B,), int32, from 0 to ``most``.
-        most: number of launches.
-    """
-    n = e.shape[-1]
-    across = -(-n // _TILE)
-    source, target = e, torch.empty_like(e)
-    with torch.cuda.device(e.device):  # Triton launches on the current device
-        for turn in range(most):
-            _square_kernel()[(across * across, len(e))](source, target, times, turn, n=n, TILE=_TILE, DEPTH=_DEPTH)
-            source, target = target, source
-    # matrices that were done after an odd number of turns are in the other buffer
-    even, odd = (source, target) if most % 2 == 0 else (target, source)
-    return torch.where((times % 2 == 0)[:, None, None], even, odd)
+def _kernels_for(p: Tensor) -> Any:
+    """The kernels for a matrix, or None."""
+    if not p.is_cuda or p.dtype != torch.float64 or torch.compiler.is_compiling() or in_transform(p):
+        return None
+    return _kernels(p.device)
 
 
 #: squarings of the exponential, and the largest trace they suffice for in float64: beyond it the rounding of P is larger
@@ -278,9 +260,8 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     need lose no digits. A matrix with a trace above :func:`largest_trace` is first scaled to that trace.
     """
     p = p * (largest_trace(p.dtype) / nonzero(trace(p))).clamp_max(1.0)
-    kernel = p.is_cuda and p.dtype == torch.float64 and not torch.compiler.is_compiling() and not in_transform(p)
-    if kernel and _kernel_available(p.device):
-        e = _exp_counted(p)
+    if kernels := _kernels_for(p):
+        e = _exp_counted(p, kernels)
     else:
         y = p * (-2.0 * 0.5**_SQUARINGS)
         e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
@@ -289,15 +270,16 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     return plus_identity(e, 1.0)
 
 
-def _exp_counted(p: Tensor) -> Tensor:
-    """E = e^{−2P} − I with the number of squarings that the Frobenius norm, an upper bound of λ₁, requires."""
-    norm = torch.linalg.matrix_norm(p).clamp(2.0**-40, _LARGEST_TRACE)
+def _exp_counted(p: Tensor, kernels: Any) -> Tensor:
+    """E = e^{−2P} − I with the number of squarings that ‖P²‖_F^½, an upper bound of λ₁, requires."""
+    p2 = torch.bmm(p, p)
+    norm = torch.linalg.matrix_norm(p2).sqrt().clamp(2.0**-40, _LARGEST_TRACE)
     times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp(0, _MOST_SQUARINGS)
-    y = p * (-2.0 * torch.exp2(-times))[:, None, None]
-    y2 = torch.bmm(y, y)
+    factor = (-2.0 * torch.exp2(-times))[:, None, None]
+    y, y2 = p * factor, p2 * factor**2
     # Y + Y²/2 + Y³/6 + Y⁴/24
     e = torch.baddbmm(y + 0.5 * y2, y2, y2 + 4.0 * y, alpha=1 / 24)
-    return square_repeatedly(symmetric(e), times.int(), _MOST_SQUARINGS)
+    return kernels.square_repeatedly(symmetric(e), times.int(), _MOST_SQUARINGS)
 
 
 #: square roots of the logarithm: they bring a condition number of 1e10 at d = 256 to 1.57

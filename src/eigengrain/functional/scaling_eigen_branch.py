@@ -18,7 +18,7 @@ from eigengrain.functional.inputs import (
     output_dtype,
     to_compute,
 )
-from eigengrain.functional.matrix_products import exp_minus_twice, nonzero, symmetric, trace
+from eigengrain.functional.matrix_products import exp_minus_twice, nonzero, symmetric, symmetric_product, trace
 
 KINDS = ("qs", "q", "s", "constant")
 SOLVERS = ("auto", "eigh", "products")
@@ -127,13 +127,13 @@ def qs_by_products(p: Tensor) -> tuple[Tensor, Tensor]:
     """s (B,) and ∂s/∂P (B, d, d) for positive semi-definite P (B, d, d), by matrix products alone."""
     # P e^{−2P} with two factors e^{−P/2} on either side, which remove the rounding of P, ε tr P, next to large eigenvalues
     half = exp_minus_twice(p / 4)
-    decay = torch.bmm(half, half)
-    decay = torch.bmm(decay, decay)
-    product = torch.bmm(torch.bmm(half, p), half)
-    product = torch.bmm(torch.bmm(half, symmetric(product)), half)
+    decay = symmetric_product(half, half)
+    decay = symmetric_product(decay, decay)
+    product = symmetric_product(torch.bmm(half, p), half)
+    product = symmetric_product(torch.bmm(half, product), half)
     square = trace(product)
     # a smaller sum is rounding of the products, and so is s: its slope would be a rounding error divided by another
     rounding = square <= _ROUNDING * p.shape[-1] * torch.finfo(p.dtype).eps * trace(p)
     s = torch.where(rounding, 0.0, square).sqrt()
-    slope = torch.where(rounding, 0.0, (decay - 2 * product) / (2 * nonzero(s)))
-    return s[..., 0, 0], symmetric(slope)
+    slope = torch.where(rounding, 0.0, torch.sub(decay, product, alpha=2.0) / (2 * nonzero(s)))
+    return s[..., 0, 0], slope

@@ -59,14 +59,19 @@ def test_bad_samples_are_zeroed_counted_and_reported_late(dtype):
         x[1, 0, 0] = torch.nan
         x[3, 2, 7] = torch.inf
     solver_repairs(reset=True)
-    q = sqrt_covariance(x, True, solver="eigh", dtype=dtype)
-    q.sum().backward()
+
+    def run():
+        q = sqrt_covariance(x, True, solver="eigh", dtype=dtype)
+        q.sum().backward()
+        return q.detach(), solver_repairs(reset=True)
+
+    with pytest.warns(UserWarning, match="2 samples"):  # by the second decomposition in float32, or by reading the count
+        q, repairs = run()
+    assert repairs["zeroed"] == 2
     assert q[[1, 3]].abs().max() == 0
     assert x.grad[[1, 3]].abs().max() == 0
     assert x.grad.isfinite().all()
     assert q[[0, 2]].abs().amin((1, 2)).max() > 0
-    with pytest.warns(UserWarning, match="2 samples"):
-        assert solver_repairs(reset=True)["zeroed"] == 2
     with debug(), pytest.raises(NonFiniteError) as error:
         sqrt_covariance(x, True, solver="eigh", dtype=dtype)
     assert error.value.samples == (1, 3)
@@ -276,8 +281,32 @@ def test_squarings_that_are_counted_on_the_device(d):
     p = (matrix(log_spectrum(d, 1e6), batch=len(sizes)) * sizes[:, None, None]).cuda()
     values, vectors = torch.linalg.eigh(p)
     exact = (vectors * (-2 * values).exp().unsqueeze(-2)) @ vectors.mT
-    assert matrix_products._kernel_available(p.device)
+    assert matrix_products._kernels(p.device) is not None
     counted = matrix_products.exp_minus_twice(p)
     assert (counted - exact).abs().max() < 1e-13
     assert torch.equal(counted, counted.mT)
     assert matrix_products.exp_minus_twice(1e60 * p).isfinite().all()
+
+
+@pytest.mark.parametrize("d", [5, 64, 100, 256])
+def test_matrices_make_only_the_steps_that_they_need(d):
+    """Well and ill-conditioned matrices side by side: root and Lyapunov equation as by the same steps on the CPU."""
+    pytest.importorskip("triton")
+    spectra = [log_spectrum(d, kappa) ** 2 for kappa in (10, 1e5, 1e9)]
+    spectra.append(torch.where(torch.arange(d) < 3, 1.0, 0.0).to(F64))
+    p = torch.cat([matrix(spectrum, seed=seed) for seed, spectrum in enumerate(spectra)])
+    g = torch.randn(p.shape, dtype=F64, generator=generator(1))
+    g = g + g.mT
+    roots = matrix_products.roots(p.cuda())
+    assert roots.far.tolist() == [0, 0, 1, 1]
+    exact = matrix_products.roots(p)
+    (solution, product), (expected, inner) = matrix_products.lyapunov(roots, g.cuda()), matrix_products.lyapunov(exact, g)
+    for number, bound in enumerate((1e-13, 1e-12, 1e-10, 1e-8)):
+        assert relative(roots.y[number].cpu(), exact.y[number]) < bound
+    assert torch.allclose(product.cpu(), inner, rtol=0, atol=1e-8 * float(torch.linalg.matrix_norm(g).max()))
+    for number, bound in enumerate((1e-10, 1e-10, 1e-5)):
+        assert relative(solution[number].cpu(), expected[number]) < bound
+    # between null directions X is large; what it does to features is compared
+    assert relative(solution[3].cpu() @ p[3], expected[3] @ p[3]) < 1e-5
+    alone = matrix_products.roots(p[1:2].cuda())
+    assert relative(alone.y[0], roots.y[1]) < 1e-14

@@ -23,8 +23,8 @@ from eigengrain.functional.newton_schulz import _isqrt_forward, _IsqrtRoot, log_
 @pytest.mark.parametrize(
     "coefficients, start",
     [
-        (matrix_products.QUINTIC, mpmath.mpf("1e-6")),
-        (matrix_products.QUINTIC_AFTER_NEWTON, 0.999 / mpmath.mpf(matrix_products._NEWTON_LARGEST)),
+        (matrix_products._FIRST, mpmath.mpf("3.25e-4")),
+        (matrix_products._REST, mpmath.mpf("0.0235")),
     ],
 )
 def test_coefficients_are_minimax(coefficients, start):
@@ -48,14 +48,34 @@ def test_coefficients_are_minimax(coefficients, start):
     assert abs(error) < 2e-4  # from here two steps of the third order reach rounding: 2e-4 → 1e-12 → 0
 
 
-def test_the_newton_step_leaves_the_range_that_its_coefficients_are_for():
-    x = torch.logspace(-6.9, 0, 1000, dtype=F64)
-    x = torch.cat([x.clamp_min(1 / matrix_products._NULL_INVERSE), torch.ones(1, dtype=F64)])
-    after = (
-        (matrix_products._NEWTON_SCALE * x + 1 / (matrix_products._NEWTON_SCALE * x)) / 2 / matrix_products._NEWTON_LARGEST
-    )
-    assert after.max() <= 1 / matrix_products._NEWTON_MARGIN + 1e-12
-    assert after.min() >= 0.999 / matrix_products._NEWTON_LARGEST
+def converge(x, rows):
+    for c0, c1, c2 in rows:
+        x = x * (c0 + c1 * x**2 + c2 * x**4)
+    return x
+
+
+def test_both_parts_of_the_steps():
+    """The first part suffices for σ from 2.4e-4 on, as a distance of 1e-4 before its last step shows; both for 1e-6."""
+    x = torch.logspace(-6, 0, 100001, dtype=F64)
+    assert (converge(x, matrix_products.QUINTIC) - 1).abs().max() < 1e-10
+    before = converge(x, matrix_products._FIRST[:-1])
+    near = (1 - before**2).abs() <= 1e-4
+    assert near[x >= 2.4e-4].all()
+    assert (converge(x, matrix_products._FIRST)[near] - 1).abs().max() < 1e-12
+    smallest = x[~near].max()  # each larger value is near
+    assert smallest > 2e-4
+
+
+@pytest.mark.parametrize("step, smallest, rows", [("_FAR", None, "_FIRST"), ("_NEAR", 2e-4, "_REST")])
+def test_a_newton_step_leaves_the_range_of_the_steps_after_it(step, smallest, rows):
+    step, rows = getattr(matrix_products, step), getattr(matrix_products, rows)
+    x = torch.logspace(math.log10(smallest or 1 / matrix_products._NULL_INVERSE), 0, 100001, dtype=F64)
+    of_x, of_inverse = step.weights
+    after = of_x * x + of_inverse / x
+    assert after.max() <= 1 / (2.0 if smallest is None else 1.02) + 1e-12
+    assert after.min() >= (3.25e-4 if smallest is None else 0.0235)
+    used = rows if smallest is None else rows[: matrix_products._NEAR_STEPS]
+    assert (converge(after, used) - 1).abs().max() < (1e-12 if smallest is None else 3e-11)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -143,7 +163,7 @@ def test_lyapunov_against_scipy(kappa):
     exact = torch.stack(
         [torch.from_numpy(scipy.linalg.solve_continuous_lyapunov(a, b)) for a, b in zip(q.numpy(), g.numpy(), strict=True)]
     )
-    assert relative(matrix_products.lyapunov(matrix_products.roots(p), g), exact) <= max(1e-11, 1e-18 * kappa)
+    assert relative(matrix_products.lyapunov(matrix_products.roots(p), g)[0], exact) <= max(1e-11, 1e-18 * kappa)
 
 
 @pytest.mark.parametrize("scale", [1e-9, 1.0, 300.0, 1e5, 1e6])
