@@ -227,11 +227,14 @@ def _kernels(device: torch.device) -> Any:
     return products
 
 
+def kernels_on(x: Tensor) -> Any:
+    """The kernels on the device of a tensor, or None: also while compiling and under the transforms of torch.func."""
+    return _kernels(x.device) if x.is_cuda and not torch.compiler.is_compiling() and not in_transform(x) else None
+
+
 def _kernels_for(p: Tensor) -> Any:
     """The kernels for a matrix, or None."""
-    if not p.is_cuda or p.dtype != torch.float64 or torch.compiler.is_compiling() or in_transform(p):
-        return None
-    return _kernels(p.device)
+    return kernels_on(p) if p.dtype == torch.float64 else None
 
 
 #: squarings of the exponential, and the largest trace they suffice for in float64: beyond it the rounding of P is larger

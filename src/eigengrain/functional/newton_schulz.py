@@ -31,6 +31,7 @@ from eigengrain.functional.matrix_products import (
     NEWTON_SCHULZ,
     Roots,
     inverse,
+    kernels_on,
     logarithm,
     lyapunov,
     nonzero,
@@ -323,7 +324,8 @@ class _ProductRoot(torch.autograd.Function):
         with torch.no_grad():
             dp = _backward(grad, y, z, scale, far, *(() if s is None else (s, slope)), positions=xc.shape[-1])
             dx = torch.bmm(dp, xc)
-            dx = dx.sub_(dx.mean(-1, keepdim=True))
+            kernels = kernels_on(dx)
+            dx = dx.sub_(dx.mean(-1, keepdim=True)) if kernels is None else kernels.centre(dx, dtype, scale=False)
         dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
         return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * 9)
 
@@ -331,7 +333,8 @@ class _ProductRoot(torch.autograd.Function):
 def root_by_products(x: Tensor, seb: bool) -> Tensor:
     """Q or A (B, d, d) in float64 from features (B, C, …), with gradient, by the quintic iteration."""
     with torch.no_grad():
-        xc = centre(x)
+        kernels = kernels_on(x)
+        xc = centre(x) if kernels is None else kernels.centre(x.detach(), torch.float64, scale=True)
         a, *saved = _forward(torch.bmm(xc, xc.mT), seb=seb)
     out: Tensor = _ProductRoot.apply(x, graph_token(x), a, xc, *saved, *(() if seb else (None, None)))
     return out

@@ -164,6 +164,31 @@ def _start_kernel(  # type: ignore[no-untyped-def]
     tl.store(dots + item * ACROSS * ACROSS + number, tl.sum(tl.sum(mean * own, 1), 0))
 
 
+@triton.jit
+def _centre_kernel(  # type: ignore[no-untyped-def]
+    x, out, ROW: tl.constexpr, COLUMN: tl.constexpr, c: tl.constexpr, n: tl.constexpr, SCALE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of (c, n) with the strides ROW and COLUMN, less their mean, and divided by √n if SCALE."""
+    item, i = tl.program_id(1).to(tl.int64), (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    x, out = x + item * c * n, out + item * c * n
+    first = tl.load(x + i * ROW, i < c, 0.0).to(tl.float64)
+    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)
+    for start in range(0, n, COLUMNS):
+        j = (start + tl.arange(0, COLUMNS))[None, :]
+        inside = (i < c) & (j < n)
+        total += tl.where(inside, tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(tl.float64) - first, 0.0)
+    size = tl.zeros((ROWS, 1), dtype=tl.float64) + n
+    mean = tl.sum(total, 1)[:, None] / size
+    for start in range(0, n, COLUMNS):
+        j = (start + tl.arange(0, COLUMNS))[None, :]
+        inside = (i < c) & (j < n)
+        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(tl.float64) - first - mean
+        if SCALE:
+            value /= tl.sqrt(size)
+        tl.store(out + i * ROW + j * COLUMN, value, inside)
+
+
 class _Job(NamedTuple):
     """out = AB + sign CD, or w_0 I + w_1 base + w_2 (AB + sign CD), without w_0 I unless ``identity``.
 
@@ -305,9 +330,25 @@ def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     return torch.where((times % 2 == 0)[:, None, None], even, odd)
 
 
+def centre(x: Tensor, dtype: torch.dtype, *, scale: bool) -> Tensor:
+    """Features or a gradient (B, C, …) as (B, C, N), less the mean over positions, and divided by √N if ``scale``.
+
+    Of features in channels_last the result has the same order in memory.
+    """
+    x = x.flatten(2)
+    batch, c, n = x.shape
+    if x.stride() != (c * n, 1, c):
+        x = x.contiguous()
+    out = torch.empty_like(x, dtype=dtype)
+    constants = {"ROW": x.stride(1), "COLUMN": x.stride(2), "c": c, "n": n, "SCALE": scale, "ROWS": 16, "COLUMNS": 64}
+    with torch.cuda.device(x.device):
+        _centre_kernel[(-(-c // 16), batch)](x, out, **constants)
+    return out
+
+
 def try_kernels(device: torch.device) -> None:
     """Compile and run the kernels once; raises what the compiler raises."""
-    one = torch.zeros(1, 16, 16, dtype=torch.float64, device=device)
+    one = centre(torch.zeros(1, 16, 16, device=device), torch.float64, scale=True)
     square_repeatedly(one, torch.ones(1, dtype=torch.int32, device=device), 1)
     y, z, far = coupled_iteration(one, ((1.5, -0.5, 0.0),) * 2, 2)
     lyapunov(one, y, z, far, ((1.0, 0.0),) * 2, ((1.5, -0.5, 0.0),) * 2, 1, 1)
