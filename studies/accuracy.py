@@ -51,10 +51,10 @@ def transformers(setup: Setup) -> list[Row]:
         sizes = entry["sizes"] if options.img_size is None else [options.img_size]
         for size in sizes:
             for method, values in own["methods"].items():
-                if method not in entry.get("without", ()):
-                    name = f"{method}, {size} px" if len(sizes) > 1 else method
-                    row = Row(data, entry["backbone"], name, values["head"], core=True, calibrate=True, img_size=size)
-                    rows.append(replace(row, model=values.get("model", {}), rates=tuple(options.rates or entry["rates"])))
+                name = f"{method}, {size} px" if len(sizes) > 1 else method
+                row = Row(data, entry["backbone"], name, values["head"], core=True, calibrate=True, img_size=size)
+                row = replace(row, rate_size=entry.get("rate_size"), model=values.get("model", {}))
+                rows.append(replace(row, rates=tuple(options.rates or entry["rates"])))
     return rows
 
 

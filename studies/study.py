@@ -60,6 +60,7 @@ class Row:
     calibrate: bool = False  # whether its vectors are calibrated
     model: Mapping[str, Any] = field(default_factory=dict)  # further options of the model
     img_size: int | None = None  # of a transformer; that of the scale by default
+    rate_size: int | None = None  # size of the images at which its rate is chosen; its own by default
     every_seed: bool = False  # whether the rates are tried with every seed
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted options of the training, for the study recipe
     tag: str = ""  # in the names of its runs
@@ -261,6 +262,8 @@ class Setup:
         config, suffix = self._start(row, weights)
         if row.rate_options is not None:
             config = self.config(row, row.rate_options)
+        if row.rate_size is not None and self.options.scale != "smoke":
+            config = at_size(config, row.rate_size)
         if not row.search_only:
             config = replace(config, epochs=self.options.search_epochs or config.epochs)
         grid = self.grid(row)

@@ -178,7 +178,7 @@ def test_transfg_learns_from_drawn_birds_and_photographs_at_two_sizes(everything
     rows = {(row["data"], row["method"]): row for row in rows_of(out / "transformers.csv")}
     assert set(rows) == {
         ("drawn birds", "TransFG"),
-        *(("Birds", f"TransFG{patches}, {size} px") for patches in ("", ", overlapping patches") for size in (224, 448)),
+        *(("Birds", f"TransFG, {size} px") for size in (224, 448)),
     }
     assert all(row["fair_protocol_n"] == "1" for row in rows.values())
     # one run at the only rate of the drawn birds, and on photographs two of the search and a last one

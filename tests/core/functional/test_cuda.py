@@ -1,5 +1,7 @@
 """Tests that need a CUDA device."""
 
+import math
+
 import pytest
 import torch
 from spectral_cases import F64, features, generator, log_spectrum, matrix, relative
@@ -306,7 +308,8 @@ def test_matrices_make_only_the_steps_that_they_need(d):
     assert torch.allclose(product.cpu(), inner, rtol=0, atol=1e-8 * float(torch.linalg.matrix_norm(g).max()))
     for number, bound in enumerate((1e-10, 1e-10, 1e-5)):
         assert relative(solution[number].cpu(), expected[number]) < bound
-    # between null directions X is large; what it does to features is compared
-    assert relative(solution[3].cpu() @ p[3], expected[3] @ p[3]) < 1e-5
+    # the solution for a singular matrix is approximate, but 2 X P^½, the gradient to the features, keeps its bound
+    root = roots.y[3] * roots.scale[3].sqrt()
+    assert torch.linalg.matrix_norm(2 * solution[3] @ root) <= math.sqrt(2) * (1 + 1e-6) * torch.linalg.matrix_norm(g[3])
     alone = matrix_products.roots(p[1:2].cuda())
     assert relative(alone.y[0], roots.y[1]) < 1e-14
