@@ -37,7 +37,8 @@ from eigengrain.functional.inputs import (
     reduces_float32,
 )
 from eigengrain.functional.matrix_products import symmetric
-from eigengrain.functional.newton_schulz import root_by_polar_factor, root_by_products
+from eigengrain.functional.newton_schulz import root_by_products
+from eigengrain.functional.polar import root_by_polar
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
@@ -444,10 +445,7 @@ def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, 
         raise ArgumentError("solver", f"must be 'auto' or 'eigh' for gradient={rule.name!r}", "products")
     if dtype == torch.float64:
         return root_by_products(x, seb).to(x.device, output_dtype(x))
-    if torch.is_grad_enabled() and x.requires_grad:
-        problem = "must be torch.float64 for a gradient by matrix products"
-        raise ArgumentError("dtype", problem, dtype, "use solver='eigh', or torch.no_grad() for the value alone")
-    return root_by_polar_factor(x, seb).to(output_dtype(x))
+    return root_by_polar(x, seb).to(output_dtype(x))
 
 
 def _by_rule(x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule) -> Tensor:
