@@ -223,9 +223,8 @@ def _kernels_for(p: Tensor) -> Any:
     return kernels_on(p) if p.dtype == torch.float64 else None
 
 
-#: squarings of the exponential, and the largest trace they suffice for in float64: beyond it the rounding of P is larger
-#: than every eigenvalue that the exponential does not make 0
-_SQUARINGS = 54
+#: the largest trace of the exponential in float64: beyond it the rounding of P is larger than every eigenvalue that the
+#: exponential does not make 0
 _LARGEST_TRACE = 2.0**48
 
 
@@ -234,8 +233,8 @@ def largest_trace(dtype: torch.dtype) -> float:
     return _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
 
 
-#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2⁴⁸/2⁵⁴] = [0, 1/32]
-_EXP_TERMS = 7
+#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 1/32], to which the largest trace is divided
+_EXP_TERMS, _EXP_START = 7, 1 / 32
 
 #: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
 _LARGEST_START = 2.0**-10
@@ -252,9 +251,10 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     if kernels := _kernels_for(p):
         e = _exp_counted(p, kernels)
     else:
-        y = p * (-2.0 * 0.5**_SQUARINGS)
+        squarings = round(math.log2(2 * largest_trace(p.dtype) / _EXP_START))  # 54, and 25 in float32
+        y = p * (-2.0 * 0.5**squarings)
         e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
-        for _ in range(_SQUARINGS):
+        for _ in range(squarings):
             e = torch.baddbmm(e, e, e, beta=2.0)
     return plus_identity(e, 1.0)
 

@@ -10,23 +10,24 @@ moves the singular values of W to 1. Steps are made in short runs of d × d prod
 
 .. math:: T \leftarrow h(M)\,T, \qquad M \leftarrow h(M)\,M\,h(M),
 
-and then :math:`W \leftarrow T W`. Each run starts from a new :math:`W W^T`, so that small singular values, which M loses, come
-back from W. The last step is :math:`x \mapsto (5x^3 - 3x^5)/2`, which converges at 1 and takes the rounding of null
-directions to 0. The product of all T is the pseudo-inverse of Q.
+and then :math:`W \leftarrow T W`. M loses small singular values, W does not, so each run starts from a new :math:`W W^T`.
+The last step is :math:`x \mapsto (5x^3 - 3x^5)/2`, which converges at 1 and takes the rounding of null directions to 0. The
+product of all T is the pseudo-inverse of Q.
 
 For :math:`C = \tfrac12(G + G^T)` the gradient is
 
 .. math:: \frac{\partial l}{\partial X} = \frac1{\sqrt N}(C + \Omega)\,W, \qquad Q\Omega + \Omega Q = CQ - QC, \qquad
    \Omega_{ij} = \frac{\sigma_j - \sigma_i}{\sigma_j + \sigma_i}\,C_{ij}
 
-in the eigenbasis of Q, and 2C instead of C + Ω in the rows outside of the range of Q. Hence :math:`\|\Omega\| \le \|C\|` and
-:math:`\|\partial l/\partial X\| \le \sqrt{2/N}\,\|G\|`. The same Ω solves an equation whose condition number is the root of
-that of Q: with :math:`\sigma = m e^x` the factor is :math:`\tanh\frac{x_j - x_i}2`, so
+in the eigenbasis of Q, and 2C instead of C + Ω in the rows outside of the range of Q. Hence
+:math:`\|\Omega\| \le \|C\|` and :math:`\|\partial l/\partial X\| \le \sqrt{2/N}\,\|G\|`. The same Ω solves an equation
+whose condition number is the root of that of Q: with :math:`\sigma = m e^x` the factor is
+:math:`\tanh\frac{x_j - x_i}2`, so
 
 .. math:: H\Omega + \Omega H = CV - VC, \qquad H = Q/m + m\,Q^{-1}, \qquad V = Q/m - m\,Q^{-1}.
 
-Ω is half of the corner of the sign of :math:`\begin{pmatrix} H & CV - VC \\ 0 & -H \end{pmatrix}`. Rounding cannot break the bound: the
-gradient is scaled down if it exceeds it.
+Ω is half of the upper right corner of the sign of :math:`\begin{pmatrix} H & CV - VC \\ 0 & -H \end{pmatrix}`. Rounding
+cannot break the bound: a gradient that exceeds it is scaled down.
 
 The steps are functions of tensors (B, d, d) with flags or counts per sample, so that kernels can replace them. Nothing
 waits for the device; on a CPU, steps that no sample needs are left out.
@@ -49,6 +50,7 @@ from eigengrain.functional.matrix_products import (
     Coefficients,
     block_step,
     exp_minus_twice,
+    largest_trace,
     nonzero,
     plus_identity,
     quadratic,
@@ -70,6 +72,8 @@ _ONWARD = QUINTIC[-1]
 _FINISH = (0.0, 2.5, -1.5)
 #: largest singular value to start from
 _TOP = 1.8
+#: the steps of the value alone, each a run of its own: singular values from 1.4e-5 of the largest converge
+STEPS: Coefficients = (_SAFE,) * 7 + _LAST + (_ONWARD,) * 2
 #: the first runs, made by every sample without a check: singular values from 1e-3 of the largest converge
 _RUNS: tuple[Coefficients, ...] = ((_SAFE,) * 2, (_SAFE,) * 2)
 #: the runs that end with a check: the first of every sample, the others of those that have not converged. Each of the
@@ -86,7 +90,7 @@ def frobenius(matrix: Tensor) -> Tensor:
 
 
 def _decides(flags: Tensor) -> bool:
-    """Whether Python may read flags: without waiting for a device, and not while a program is recorded."""
+    """Whether Python may read these flags: without waiting for a device, and not while a program is recorded."""
     return flags.device.type == "cpu" and not torch.compiler.is_compiling() and not in_transform(flags)
 
 
@@ -110,43 +114,49 @@ def _congruence(h: Tensor, m: Tensor) -> Tensor:
     return symmetric(torch.bmm(h, torch.bmm(m, h)))
 
 
-class Polar(NamedTuple):
-    """X = Q W with X (B, d, n) scaled to singular values of at most 1.8: X_c = size · X.
+def polar_factor(x: Tensor) -> Tensor:
+    """W (B, d, n) of scaled features without T, by the same steps for every matrix, which exports.
 
-    ``inverse`` is the pseudo-inverse of Q in the range of Q, and any matrix outside of it.
+    Each run has a single step: errors are three to ten times smaller than those of :func:`polar_decomposition`.
     """
+    tall = x.shape[-2] > x.shape[-1]
+    w = x.mT if tall else x
+    for row in STEPS:
+        w = torch.bmm(quadratic(torch.bmm(w, w.mT), row), w)
+    return w.mT if tall else w
+
+
+class Polar(NamedTuple):
+    """X = Q W (B, d, n). ``inverse`` is the pseudo-inverse of Q in the range of Q, and any matrix outside of it."""
 
     w: Tensor
     q: Tensor
     inverse: Tensor
-    x: Tensor
-    size: Tensor
 
 
 def polar_decomposition(x: Tensor) -> Polar:
-    """The polar decomposition of centred features (B, d, n) in float32."""
-    x, size = _scaled(x)
+    """The polar decomposition of scaled features (B, d, n), by as many runs as each of them needs."""
     w, total = x, None
     for rows in _RUNS:
         t = run_of_steps(_gram(w), rows)[0]
         w, total = torch.bmm(t, w), t if total is None else torch.bmm(t, total)
     assert total is not None
-    todo = torch.ones_like(size, dtype=torch.bool)
+    todo = torch.ones_like(x[:, :1, :1], dtype=torch.bool)
     for number, rows in enumerate(_CHECKED_RUNS):
         if number and _decides(todo) and not todo.any():
             break
         t, onward = _checked_run(w, rows, todo, number)
         w, total = torch.where(todo, torch.bmm(t, w), w), torch.where(todo, torch.bmm(t, total), total)
         todo = onward
-    return Polar(w, symmetric(torch.bmm(x, w.mT)), total, x, size)
+    return Polar(w, symmetric(torch.bmm(x, w.mT)), total)
 
 
 def _gram(w: Tensor) -> Tensor:
     return symmetric(outer_product(w))
 
 
-def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features with singular values of at most 1.8, and their size (B, 1, 1)."""
+def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Features (B, d, n) divided by their size (B, 1, 1), which leaves singular values of at most 1.8, and the size."""
     # first by a power of two, so that squares stay in the range of float32
     largest = nonzero(x.abs().amax((-2, -1), keepdim=True)).log2().floor().clamp(-120, 120).exp2()
     x = x / largest
@@ -245,38 +255,45 @@ def _gradient_factor(c: Tensor, polar: Polar) -> Tensor:
     return k * _cap(length, (math.sqrt(2) * _MARGIN) * frobenius(c))
 
 
-#: s below this multiple of √d ε ‖X_c‖ is rounding, and set to 0
+#: s below this multiple of √d ε ‖X_c‖ is rounding, and set to 0; so is s of a covariance with a trace above 2²¹, of which
+#: the rounding is as large as the eigenvalues that count
 _ROUNDING = 4.0
 
 
-def _branch(polar: Polar) -> tuple[Tensor, Tensor]:
-    r"""s (B, 1, 1) of the Scaling Eigen Branch and F (B, d, d) with :math:`\partial s/\partial X_c = F W`, :math:`\|F\| \le 1`.
+def _branch(x: Tensor, q: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+    r"""s (B, 1, 1) of the Scaling Eigen Branch, and F (B, d, d), ‖F‖ ≤ 1, with :math:`\partial s/\partial X_c = F W`.
 
-    .. math:: s = \|e^{-P} X_c\|_F, \qquad F = (I - 2P)\,e^{-2P}\,Q/s
+    .. math:: s = \|e^{-P} X_c\|_F, \qquad F = (I - 2P)\,e^{-2P}\,Q/s, \qquad X_c = \text{size} \cdot X
     """
-    limited = polar.size.clamp_max(LARGEST_SCALE)  # the square stays in the range of float32
-    p = _gram(polar.x) * limited.square()
+    p = _gram(x) * size.clamp_max(LARGEST_SCALE).square()  # in the range of float32
     half = exp_minus_twice(p / 4)
     decay = symmetric_product(half, half)
     # from X, whose small singular values P has lost
-    relative, total = frobenius(torch.bmm(decay, polar.x)), frobenius(polar.x)
+    relative, total = frobenius(torch.bmm(decay, x)), frobenius(x)
     floor = _ROUNDING * math.sqrt(p.shape[-1]) * torch.finfo(p.dtype).eps * total
-    relative = torch.where(relative <= floor, 0.0, relative)
-    slope = torch.bmm(decay - 2 * torch.bmm(decay, p), torch.bmm(decay, polar.q))
+    relative = torch.where((relative <= floor) | (trace(p) > 4 * largest_trace(p.dtype)), 0.0, relative)
+    slope = torch.bmm(decay - 2 * torch.bmm(decay, p), torch.bmm(decay, q))
     slope = torch.where(relative == 0, 0.0, slope / nonzero(relative))
-    return relative * polar.size, slope * _cap(frobenius(slope), torch.full_like(relative, _MARGIN))
+    return relative * size, slope * _cap(frobenius(slope), torch.full_like(relative, _MARGIN))
 
 
 @replayed
 def _forward(xc: Tensor, scale: Tensor, *, seb: bool) -> tuple[Tensor, ...]:
     """Q or A of centred features divided by ``scale`` (B, 1), and what the backward pass needs."""
-    polar = polar_decomposition(xc)
-    polar = polar._replace(size=polar.size * scale.unsqueeze(-1))
-    saved = (polar.w, polar.q, polar.inverse, polar.size)
+    x, size = scaled(xc)
+    polar, size = polar_decomposition(x), size * scale.unsqueeze(-1)
     if not seb:
-        return polar.q * polar.size, *saved
-    s, slope = _branch(polar)
-    return polar.q * polar.size * (1 + s), *saved, s, slope
+        return polar.q * size, *polar, size
+    s, slope = _branch(x, polar.q, size)
+    return polar.q * size * (1 + s), *polar, size, s, slope
+
+
+@replayed
+def _value(xc: Tensor, scale: Tensor, *, seb: bool) -> Tensor:
+    """Q or A alone."""
+    x, size = scaled(xc)
+    q, size = symmetric(torch.bmm(x, polar_factor(x).mT)), size * scale.unsqueeze(-1)
+    return q * size * (1 + _branch(x, q, size)[0]) if seb else q * size
 
 
 @replayed
@@ -284,7 +301,7 @@ def _backward(grad: Tensor, w: Tensor, q: Tensor, inverse: Tensor, size: Tensor,
     """∂l/∂X (B, d, n) from ∂l/∂Q, or from ∂l/∂A if s and its slope are given."""
     unit = nonzero(grad.abs().amax((-2, -1), keepdim=True)).log2().floor().clamp(-120, 120).exp2()
     c = symmetric(grad / unit)
-    k = _gradient_factor(c, Polar(w, q, inverse, w, size))
+    k = _gradient_factor(c, Polar(w, q, inverse))
     if branch:
         s, slope = branch
         along = (c * q).sum((-2, -1), keepdim=True) * size  # <G, Q>
@@ -331,12 +348,20 @@ class _PolarRoot(torch.autograd.Function):
         return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * 8)
 
 
+def _needs_gradient(x: Tensor) -> bool:
+    compiling = torch.compiler.is_compiling() and not torch.compiler.is_exporting()
+    return compiling or in_transform(x) or (torch.is_grad_enabled() and x.requires_grad)
+
+
 def root_by_polar(x: Tensor, seb: bool) -> Tensor:
     """Q or A (B, d, d) in float32 from features (B, C, …), with gradient, by the polar decomposition."""
+    recorded = _needs_gradient(x)
     with torch.no_grad():
         xc, scale = centre_in_range(x.detach(), torch.float32)
         assert scale is not None
         with full_precision(xc):
+            if not recorded:
+                return _value(xc, scale, seb=seb)
             a, *saved = _forward(xc, scale, seb=seb)
     out: Tensor = _PolarRoot.apply(x, graph_token(x), a, *saved, *(() if seb else (None, None)))
     return out
