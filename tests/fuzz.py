@@ -33,10 +33,9 @@ from eigengrain.functional import EigenSubset, isqrt_covariance, sqrt_covariance
 F64 = torch.float64
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BOUND, BATCH, CONDITION, GAP = 1 + 1e-6, 1e-12, 1e6, 1e-3
-VALUE_ALONE = "products-float32"  # without a gradient
-LOW = ("eigh-float32", "gram-float32", "svd-float32")
-SPECTRAL = ("eigh", "gram", "svd", *LOW)
-ROUTES = (*SPECTRAL, "products", VALUE_ALONE, "newton-schulz")
+SPECTRAL = ("eigh", "gram", "svd", "eigh-float32", "gram-float32", "svd-float32")
+ROUTES = (*SPECTRAL, "products", "products-float32", "newton-schulz")
+LOW = tuple(route for route in ROUTES if route.endswith("-float32"))
 KINDS = "gaussian rank copies sum dead repeated condition clusters relu sparse offset constant".split()
 
 
@@ -54,7 +53,7 @@ class Case:
     def __call__(self, x: Tensor) -> Tensor:
         if self.route == "newton-schulz":
             return isqrt_covariance(x, 5)
-        solver, dtype = self.route.removesuffix("-float32"), torch.float32 if self.route in (*LOW, VALUE_ALONE) else F64
+        solver, dtype = self.route.removesuffix("-float32"), torch.float32 if self.route in LOW else F64
         if self.together:
             subsets = ["top:1", self.subset or "all"]
             return sqrt_covariance_of_subsets(x, subsets, self.seb, self.cut, solver, dtype=dtype)[0][1]
@@ -137,10 +136,7 @@ def upstream(pick: random.Random, matrix: Tensor) -> Tensor:
 
 
 def forward_backward(case: Case, x: Tensor, g: Tensor | None, pick: random.Random) -> tuple[Tensor, Tensor, Tensor]:
-    """Matrix, upstream gradient and gradient, in float64 on the CPU; a gradient of zero for a route without one."""
-    if case.route == VALUE_ALONE:
-        a = case(x).cpu().to(F64)
-        return a, torch.ones_like(a), torch.zeros_like(x, dtype=F64, device="cpu")
+    """Matrix, upstream gradient and gradient, in float64 on the CPU."""
     x = x.clone().requires_grad_()
     a = case(x)
     g = upstream(pick, a.detach().cpu().to(F64)).to(a.dtype) if g is None else g.to(a.dtype)
@@ -165,7 +161,7 @@ def indices(mask: Tensor) -> list[int]:
 
 def comparable(case: Case, eigenvalues: Tensor) -> Tensor:
     """Samples whose result must not depend on the batch."""
-    if case.x.dtype != F64 or case.route in (*LOW, VALUE_ALONE):
+    if case.x.dtype != F64 or case.route in LOW:
         return torch.zeros(len(eigenvalues), dtype=torch.bool)
     size = eigenvalues / eigenvalues[:, :1].clamp_min(1e-300)
     ok = ((size > 1 / CONDITION) | ((size < 1e-30) & (case.route != "products"))).all(-1)

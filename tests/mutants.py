@@ -52,15 +52,27 @@ functional/matrix_products.py
     torch.linalg.matrix_norm(p / largest, keepdim=True) * largest → torch.linalg.matrix_norm(p, keepdim=True)
     beta=c1, alpha=c2), beta=c0) → beta=c1, alpha=c2), beta=1)
     (QUINTIC[1],) * 6 → (QUINTIC[1],) * 0
-    (QUINTIC[7],) * 6 + → (QUINTIC[7],) * 3 +
+    c + mirror * c.mT → c + c.mT
     _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps → _LARGEST_TRACE
 functional/newton_schulz.py
-    q = q * (1 + qs_by_products( → q = q * (0 + qs_by_products(
-    xc * scale.clamp_max(LARGEST_SCALE).unsqueeze(-1) → xc * scale.unsqueeze(-1)
     if steps <= _FLOAT32_STEPS else → if steps <= 40 else
     torch.promote_types(dtype, output_dtype(P)) → dtype
     - (da * a).sum((-2, -1)) → + (da * a).sum((-2, -1))
     LYAPUNOV_STEPS = 8 → LYAPUNOV_STEPS = 7
+    return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
+functional/polar.py
+    (_SAFE,) * 7 + _LAST → (_SAFE,) * 4 + _LAST
+    _FINISH = (0.0, 2.5, -1.5) → _FINISH = _ONWARD
+    _CONVERGED = (1e-3, 0.05) → _CONVERGED = (1e3, 50.0)
+    _LAST_ENTRY = 4 → _LAST_ENTRY = 6
+    k * _cap(length, → k * _cap(0 * length,
+    2 * c - torch.bmm(p, c - _omega(c, polar, p)) → c + _omega(c, polar, p)
+    symmetric(torch.bmm(projector, polar.inverse)) → symmetric(polar.inverse)
+    * size.clamp_max(LARGEST_SCALE).square() → * size.square()
+    | (trace(p) > 4 * largest_trace(p.dtype)) → | (trace(p) < 0)
+    (relative <= floor) → (relative < 0)
+    slope * _cap(frobenius(slope), → slope * _cap(0 * frobenius(slope),
+    torch.where(s == 0, 0.0, along) → along
     return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
 functional/scalar_functions.py
     self.definite = self.p <= 0 → self.definite = self.p < 0

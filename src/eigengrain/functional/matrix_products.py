@@ -4,7 +4,7 @@ With :math:`h(t) = c_0 + c_1 t + c_2 t^2`, the coupled iteration :math:`Y \lefta
 (A, I) to :math:`(A^{1/2}, A^{-1/2})` because :math:`x\,h(x^2)` drives every x in (0, 1] to 1. The same polynomial applied
 to the block matrix :math:`\begin{pmatrix} B & C \\ 0 & -B \end{pmatrix}` takes it to its sign, whose corner solves the
 Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps and records no gradient. They compute
-in float64; :func:`polar_factor` and :func:`exp_minus_twice` also in float32.
+in float64, and the exponential also in float32. ``polar.py`` uses the same coefficients in float32.
 """
 
 import functools
@@ -47,10 +47,6 @@ _REST: Coefficients = (
 )
 #: all steps: eigenvalues down to 1e-12 of the trace converge
 QUINTIC = _FIRST + _REST
-
-#: steps for float32, from x in [1e-5, 1]. A minimax step from a long range takes some of the large values to the lower end
-#: of what it leaves, where they have lost their digits. The one that is repeated here takes none below 0.18
-POLAR: Coefficients = (_FIRST[3],) * 6 + _FIRST[3:]
 
 #: result of the iteration for 1/√0: null directions come out as if σ were one over this
 _NULL_INVERSE = math.prod(c0 for c0, _, _ in QUINTIC)
@@ -153,35 +149,25 @@ def roots(p: Tensor) -> Roots:
     return Roots(symmetric(y), symmetric(z), scale, torch.ones_like(a[:, 0, 0], dtype=torch.int32))
 
 
-def polar_factor(x: Tensor) -> Tensor:
-    r"""W of the polar decomposition :math:`X = Q W` of X (B, d, n), with orthonormal rows or columns, also in float32.
-
-    .. math:: W \leftarrow h(W W^T)\,W
-
-    takes :math:`X/\|X\|_F` to W. In float32 :math:`X X^T` has lost the small singular values, and the coupled iteration
-    diverges; X itself has them. Those below 1e-5 of ‖X‖_F do not converge, so that Q has an error of their size.
-    """
-    w = x / nonzero(x.square().sum((-2, -1), keepdim=True).sqrt())
-    tall = x.shape[-2] > x.shape[-1]
-    w = w.mT if tall else w
-    for row in POLAR:
-        w = torch.bmm(quadratic(torch.bmm(w, w.mT), row), w)
-    return w.mT if tall else w
+def block_step(b: Tensor, c: Tensor, row: tuple[float, float, float], mirror: int = 1) -> tuple[Tensor, Tensor]:
+    """Upper blocks of x h(x²) for x = (B C; 0 −B), with symmetric B and C that is symmetric, or antisymmetric for −1."""
+    c0, c1, c2 = row
+    s, bc = torch.bmm(b, b), torch.bmm(b, c)
+    commutator = bc - mirror * bc.mT  # BC − CB, antisymmetric if C is symmetric
+    # rounding breaks the symmetry of B and C a little more in each step: restore it. The factor ½ of each mean is
+    # applied to the small factors, where it costs nothing.
+    h, e = quadratic(s, (c0, c1, c2), times=0.5), (0.5 * c1) * commutator
+    if c2:
+        sd = torch.bmm(s, commutator)
+        e = torch.add(e, sd - mirror * sd.mT, alpha=0.5 * c2)
+    b, c = torch.bmm(b, h), torch.baddbmm(torch.bmm(c, h), b, e)
+    return b + b.mT, c + mirror * c.mT
 
 
 def sign_of_block(b: Tensor, c: Tensor, coefficients: Coefficients) -> tuple[Tensor, Tensor]:
     """Upper blocks of the sign of (B C; 0 −B), for symmetric B with a spectrum in [0, 1] and symmetric C."""
-    for c0, c1, c2 in coefficients:
-        s, bc = torch.bmm(b, b), torch.bmm(b, c)
-        commutator = bc - bc.mT  # BC − CB, antisymmetric
-        # rounding breaks the symmetry of B and C a little more in each step: restore it. The factor ½ of each mean is
-        # applied to the small factors, where it costs nothing.
-        h, e = quadratic(s, (c0, c1, c2), times=0.5), (0.5 * c1) * commutator
-        if c2:
-            sd = torch.bmm(s, commutator)
-            e = torch.add(e, sd - sd.mT, alpha=0.5 * c2)
-        b, c = torch.bmm(b, h), torch.baddbmm(torch.bmm(c, h), b, e)
-        b, c = b + b.mT, c + c.mT
+    for row in coefficients:
+        b, c = block_step(b, c, row)
     return b, c
 
 
@@ -237,9 +223,8 @@ def _kernels_for(p: Tensor) -> Any:
     return kernels_on(p) if p.dtype == torch.float64 else None
 
 
-#: squarings of the exponential, and the largest trace they suffice for in float64: beyond it the rounding of P is larger
-#: than every eigenvalue that the exponential does not make 0
-_SQUARINGS = 54
+#: the largest trace of the exponential in float64: beyond it the rounding of P is larger than every eigenvalue that the
+#: exponential does not make 0
 _LARGEST_TRACE = 2.0**48
 
 
@@ -248,8 +233,8 @@ def largest_trace(dtype: torch.dtype) -> float:
     return _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps
 
 
-#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 2·2⁴⁸/2⁵⁴] = [0, 1/32]
-_EXP_TERMS = 7
+#: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 1/32], to which the largest trace is divided
+_EXP_TERMS, _EXP_START = 7, 1 / 32
 
 #: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
 _LARGEST_START = 2.0**-10
@@ -266,9 +251,10 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     if kernels := _kernels_for(p):
         e = _exp_counted(p, kernels)
     else:
-        y = p * (-2.0 * 0.5**_SQUARINGS)
+        squarings = round(math.log2(2 * largest_trace(p.dtype) / _EXP_START))  # 54, and 25 in float32
+        y = p * (-2.0 * 0.5**squarings)
         e = torch.bmm(y, polynomial(y, [1 / math.factorial(k) for k in range(1, _EXP_TERMS + 1)]))
-        for _ in range(_SQUARINGS):
+        for _ in range(squarings):
             e = torch.baddbmm(e, e, e, beta=2.0)
     return plus_identity(e, 1.0)
 

@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from eigengrain.errors import ArgumentError
 from eigengrain.functional._autograd import first_order_only, graph_token
 from eigengrain.functional._cuda.graphs import replayed, side_by_side
-from eigengrain.functional.covariance import centre, centre_in_range, covariance_in_range
+from eigengrain.functional.covariance import centre, covariance_in_range
 from eigengrain.functional.inputs import (
     check_compute_dtype,
     check_features,
@@ -37,7 +37,6 @@ from eigengrain.functional.matrix_products import (
     nonzero,
     norm,
     plus_identity,
-    polar_factor,
     polynomial,
     quadratic,
     roots,
@@ -342,18 +341,6 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
 
 #: features above it have no eigenvalue for which e^{−2λ} is not 0, and squares below it stay in the range of float32
 LARGEST_SCALE = 2.0**40
-
-
-def root_by_polar_factor(x: Tensor, seb: bool) -> Tensor:
-    """Q or A (B, d, d) in float32 from features (B, C, …), without gradient, by :func:`polar_factor`."""
-    xc, scale = centre_in_range(x.detach(), torch.float32)
-    assert scale is not None
-    with full_precision(xc):
-        q = symmetric(torch.bmm(xc, polar_factor(xc).mT)) * scale.unsqueeze(-1)
-        if seb:
-            xc = xc * scale.clamp_max(LARGEST_SCALE).unsqueeze(-1)
-            q = q * (1 + qs_by_products(torch.bmm(xc, xc.mT))[0])[:, None, None]
-    return q
 
 
 #: the published backward pass of MPA and MTP: eight cubic steps

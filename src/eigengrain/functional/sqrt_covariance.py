@@ -37,7 +37,8 @@ from eigengrain.functional.inputs import (
     reduces_float32,
 )
 from eigengrain.functional.matrix_products import symmetric
-from eigengrain.functional.newton_schulz import root_by_polar_factor, root_by_products
+from eigengrain.functional.newton_schulz import root_by_products
+from eigengrain.functional.polar import root_by_polar
 from eigengrain.functional.scaling_eigen_branch import qs_and_slope, scaling_factor
 from eigengrain.functional.spectral import Cut, check_cut, keep_null_space, matrix_sqrt
 from eigengrain.functional.subsets import EigenSubset
@@ -241,12 +242,13 @@ def choose_solver(
     batch: int = 1,
     spectrum: bool = False,
 ) -> str:
-    """The solver of ``solver="auto"``: a fixed rule, derived from ``benchmarks/solver-choice-h200.csv``.
+    """The solver of ``solver="auto"``: a fixed rule. That for CUDA is derived from ``benchmarks/solver-choice-h200.csv``.
 
-    1. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
-    2. ``products`` on CUDA in float64 for batch × channels up to 8192, where it is faster than ``eigh``; not for
+    1. ``products`` on MPS in float32, if no eigenvalues are needed: torch has no eigensolver there.
+    2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
+    3. ``products`` on CUDA in float64 for batch × channels up to 8192, where it is faster than ``eigh``; not for
        covariances that are singular for lack of positions (N ≤ C), and not if eigenvalues are needed.
-    3. ``eigh`` otherwise.
+    4. ``eigh`` otherwise.
 
     Args:
         device_type: ``torch.device.type`` of the features.
@@ -258,6 +260,8 @@ def choose_solver(
         >>> choose_solver("cpu", channels=256, positions=784), choose_solver("cuda", channels=512, positions=196)
         ('eigh', 'gram')
     """
+    if device_type == "mps" and dtype == torch.float32 and not spectrum:
+        return "products"
     if positions < channels:
         return "gram"
     fast = device_type == "cuda" and dtype == torch.float64 and batch * channels <= _PRODUCTS_LIMIT
@@ -341,8 +345,8 @@ def sqrt_covariance(
             holds for the full spectrum and for ``projector``.
         solver: ``auto``, ``eigh`` (of the C × C covariance), ``gram`` (of the N × N Gram matrix, for N < C), ``svd`` (of
             the features), or ``products`` (no decomposition, see :func:`quintic_sqrt`; it exports and compiles into one
-            graph; the error of s is described in :func:`scaling_factor`; in float32 it has no gradient). ``auto`` is the
-            rule of :func:`choose_solver`.
+            graph; in float64 the error of s is described in :func:`scaling_factor`; in float32 s has a relative error of
+            about ε tr P, and is 0 for a covariance with a trace above 2²¹). ``auto`` is the rule of :func:`choose_solver`.
         gradient: ``exact``, or a published rule for comparison, see :class:`GradientRule`.
         dtype: working precision, ``torch.float64`` or ``torch.float32``, also as ``"float64"`` or ``"float32"``. ``"auto"``
             is the rule of :func:`choose_dtype`, and float64 for ``products``, published gradient rules, and an
@@ -444,10 +448,7 @@ def _by_products(x: Tensor, seb: bool, subset: EigenSubset, rule: GradientRule, 
         raise ArgumentError("solver", f"must be 'auto' or 'eigh' for gradient={rule.name!r}", "products")
     if dtype == torch.float64:
         return root_by_products(x, seb).to(x.device, output_dtype(x))
-    if torch.is_grad_enabled() and x.requires_grad:
-        problem = "must be torch.float64 for a gradient by matrix products"
-        raise ArgumentError("dtype", problem, dtype, "use solver='eigh', or torch.no_grad() for the value alone")
-    return root_by_polar_factor(x, seb).to(output_dtype(x))
+    return root_by_polar(x, seb).to(output_dtype(x))
 
 
 def _by_rule(x: Tensor, seb: bool, subset: EigenSubset, cut: Cut, rule: GradientRule) -> Tensor:

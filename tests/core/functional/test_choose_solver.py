@@ -37,6 +37,10 @@ def test_accuracy_below_the_bound_is_refused(dtype, accuracy):
         ("cpu", 32, 256, 256, {}, "eigh"),
         ("cpu", 32, 256, 255, {}, "gram"),
         ("mps", 32, 256, 784, {}, "eigh"),
+        ("mps", 32, 256, 784, {"dtype": torch.float32}, "products"),
+        ("mps", 32, 512, 196, {"dtype": torch.float32}, "products"),
+        ("mps", 32, 256, 784, {"dtype": torch.float32, "spectrum": True}, "eigh"),
+        ("mps", 32, 512, 196, {"dtype": torch.float32, "spectrum": True}, "gram"),
         ("cuda", 32, 256, 784, {}, "products"),
         ("cuda", 1, 256, 784, {}, "products"),
         ("cuda", 33, 256, 784, {}, "eigh"),  # batch × channels above 8192

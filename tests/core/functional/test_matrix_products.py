@@ -6,7 +6,7 @@ import mpmath
 import pytest
 import scipy.linalg
 import torch
-from spectral_cases import F64, features, log_spectrum, matrix, relative
+from spectral_cases import F64, log_spectrum, matrix, relative
 
 from eigengrain.errors import ArgumentError
 from eigengrain.functional import (
@@ -89,69 +89,6 @@ def test_features_with_few_active_positions_keep_the_bound(seed):
     (dx,) = torch.autograd.grad(sqrt_covariance(x, solver="products"), x, g)
     ratio = dx.flatten(1).norm(dim=1) / g.flatten(1).norm(dim=1) / (2 / n) ** 0.5
     assert ratio.max() <= 1 + 1e-5
-
-
-class TestPolarFactor:
-    """The root in float32 by products alone: its errors are those of the features' rounding, at every condition number."""
-
-    def test_steps(self):
-        """Values from 1e-5 on converge, and none that is large becomes small on the way, which would cost its digits."""
-        x = torch.logspace(-5, 0, 20001, dtype=F64)
-        large = x > 0.3
-        for c0, c1, c2 in matrix_products.POLAR:
-            x = x * (c0 + c1 * x**2 + c2 * x**4)
-            assert x[large].min() > 0.18
-            assert x.max() < 1.83
-        assert (x - 1).abs().max() < 1e-10
-
-    @pytest.mark.parametrize("kappa", [1e2, 1e6, 1e10, 1e12])
-    @pytest.mark.parametrize("d, n", [(64, 200), (64, 65), (64, 30), (5, 2)])
-    @pytest.mark.parametrize("seb", [False, True])
-    def test_against_the_factors(self, d, n, kappa, seb):
-        sigma = 1.5 * log_spectrum(min(d, n - 1), kappa)
-        x = features(d, n, sigma, seed=1, batch=2)
-        q = matrix_sqrt(covariance(x))
-        s = (sigma.square() * torch.exp(-2 * sigma.square())).sum().sqrt() if seb else 0
-        got = sqrt_covariance(x.float(), seb, solver="products", dtype="float32")
-        assert got.dtype == torch.float32
-        assert relative(got, (1 + s) * q) < 1e-5
-
-    @pytest.mark.parametrize("scale", [1e-30, 1e-6, 1e6, 1e30])
-    def test_scale(self, scale):
-        x = features(16, 40, log_spectrum(16, 1e6), seed=2, batch=2)
-        exact = sqrt_covariance(x * scale)
-        assert relative(sqrt_covariance((x * scale).float(), solver="products", dtype="float32"), exact) < 1e-5
-        branch = sqrt_covariance((x * scale).float(), True, solver="products", dtype="float32")
-        assert relative(branch, sqrt_covariance(x * scale, True)) < 1e-5
-
-    @pytest.mark.parametrize("seb", [False, True])
-    def test_singular_covariances(self, seb):
-        x = torch.randn(6, 12, 30, generator=torch.Generator().manual_seed(0)).relu()
-        x[0, 4:8] = x[0, :4]
-        x[1, 3:] = 0
-        x[2, -1] = x[2, :-1].sum(0)
-        x[3] = 2.5
-        x[4, :, 1:] = x[4, :, :1]
-        got = sqrt_covariance(x, seb, solver="products", dtype="float32")
-        exact = sqrt_covariance(x.double(), seb)
-        assert (got - exact).abs().amax() < 1e-5 * exact.abs().amax()
-        assert not got[3:5].any()
-        assert not sqrt_covariance(x[3, :, :1][None], seb, solver="products", dtype="float32").any()
-
-    def test_nan_stays_in_its_sample(self):
-        x = torch.randn(2, 4, 9)
-        x[0, 0, 0] = torch.nan
-        got = sqrt_covariance(x, solver="products", dtype="float32")
-        assert got[0].isnan().all()
-        assert got[1].isfinite().all()
-
-    def test_it_has_no_gradient(self):
-        x = torch.randn(1, 3, 9, requires_grad=True)
-        with torch.no_grad():
-            assert not sqrt_covariance(x, solver="products", dtype="float32").requires_grad
-        with pytest.raises(ArgumentError) as error:
-            sqrt_covariance(x, solver="products", dtype="float32")
-        assert error.value.argument == "dtype"
 
 
 @pytest.mark.parametrize("kappa", [1e2, 1e8, 1e12])
