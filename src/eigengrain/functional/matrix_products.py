@@ -84,8 +84,8 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
     """AB (B, d, d), which is symmetric up to rounding, made symmetric."""
-    kernels = _kernels_for(a)
-    return symmetric(torch.bmm(a, b)) if kernels is None else kernels.symmetric_product(a, b)
+    kernels = kernels_on(a)
+    return symmetric(torch.bmm(a, b)) if kernels is None else kernels.product(a, b, mirror=1)
 
 
 def trace(p: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def roots(p: Tensor) -> Roots:
     """Converged roots of positive semi-definite P (B, d, d)."""
     scale = nonzero(trace(p))
     a = p / scale
-    if kernels := _kernels_for(a):
+    if kernels := kernels_on(a):
         y, z, far = kernels.coupled_iteration(a, QUINTIC, len(_FIRST))
         return Roots(y, z, scale, far)
     y, z = coupled_iteration(a, QUINTIC)
@@ -179,7 +179,7 @@ def lyapunov(root: Roots, grad: Tensor, times: Tensor | float = 1.0) -> tuple[Te
     σ = 1.2e-7 of the root of the trace: between two of them X is large, and vanishes when it is multiplied with features.
     """
     y, z, scale, far = root
-    if kernels := _kernels_for(y):
+    if kernels := kernels_on(y):
         newton = (_FAR.weights, _NEAR.weights)
         corner, product = kernels.lyapunov(grad.contiguous(), y, z, far, newton, QUINTIC, len(_FIRST), _NEAR_STEPS)
     else:
@@ -218,11 +218,6 @@ def kernels_on(x: Tensor) -> Any:
     return _kernels(x.device) if x.is_cuda and not torch.compiler.is_compiling() and not in_transform(x) else None
 
 
-def _kernels_for(p: Tensor) -> Any:
-    """The kernels for a matrix, or None."""
-    return kernels_on(p) if p.dtype == torch.float64 else None
-
-
 #: the largest trace of the exponential in float64: beyond it the rounding of P is larger than every eigenvalue that the
 #: exponential does not make 0
 _LARGEST_TRACE = 2.0**48
@@ -238,7 +233,6 @@ _EXP_TERMS, _EXP_START = 7, 1 / 32
 
 #: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
 _LARGEST_START = 2.0**-10
-_MOST_SQUARINGS = 59
 
 
 def exp_minus_twice(p: Tensor) -> Tensor:
@@ -248,7 +242,7 @@ def exp_minus_twice(p: Tensor) -> Tensor:
     need lose no digits. A matrix with a trace above :func:`largest_trace` is first scaled to that trace.
     """
     p = p * (largest_trace(p.dtype) / nonzero(trace(p))).clamp_max(1.0)
-    if kernels := _kernels_for(p):
+    if kernels := kernels_on(p):
         e = _exp_counted(p, kernels)
     else:
         squarings = round(math.log2(2 * largest_trace(p.dtype) / _EXP_START))  # 54, and 25 in float32
@@ -262,13 +256,14 @@ def exp_minus_twice(p: Tensor) -> Tensor:
 def _exp_counted(p: Tensor, kernels: Any) -> Tensor:
     """E = e^{−2P} − I with the number of squarings that ‖P²‖_F^½, an upper bound of λ₁, requires."""
     p2 = torch.bmm(p, p)
-    norm = torch.linalg.matrix_norm(p2).sqrt().clamp(2.0**-40, _LARGEST_TRACE)
-    times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp(0, _MOST_SQUARINGS)
+    norm = torch.linalg.matrix_norm(p2).sqrt().clamp(2.0**-40, largest_trace(p.dtype))
+    times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp_min(0)
     factor = (-2.0 * torch.exp2(-times))[:, None, None]
     y, y2 = p * factor, p2 * factor**2
     # Y + Y²/2 + Y³/6 + Y⁴/24
     e = torch.baddbmm(y + 0.5 * y2, y2, y2 + 4.0 * y, alpha=1 / 24)
-    return kernels.square_repeatedly(symmetric(e), times.int(), _MOST_SQUARINGS)
+    most = round(math.log2(2 * largest_trace(p.dtype) / _LARGEST_START))  # 59, and 30 in float32
+    return kernels.square_repeatedly(symmetric(e), times.int(), most)
 
 
 #: square roots of the logarithm: they bring a condition number of 1e10 at d = 256 to 1.57

@@ -50,6 +50,7 @@ from eigengrain.functional.matrix_products import (
     Coefficients,
     block_step,
     exp_minus_twice,
+    kernels_on,
     largest_trace,
     nonzero,
     plus_identity,
@@ -94,6 +95,18 @@ def _decides(flags: Tensor) -> bool:
     return flags.device.type == "cpu" and not torch.compiler.is_compiling() and not in_transform(flags)
 
 
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    kernels = kernels_on(a)
+    return torch.bmm(a, b) if kernels is None else kernels.product(a, b)
+
+
+def _product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """AB for samples in ``todo`` (B, 1, 1), and B for the others."""
+    if kernels := kernels_on(a):
+        return kernels.product_where(todo[:, 0, 0].int(), a, b)
+    return torch.where(todo, torch.bmm(a, b), b)
+
+
 def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One run: the product T of its steps h(M), and the M that it leaves, both (B, d, d).
 
@@ -102,6 +115,8 @@ def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None = None) -> t
         rows: coefficients of h.
         todo: (B,), bool; the results of other samples are not used, and None stands for all. A kernel may leave them out.
     """
+    if kernels := kernels_on(m):
+        return kernels.run_of_steps(m, rows, None if todo is None else todo.int())
     t = h = quadratic(m, rows[0])
     for row in rows[1:]:
         m = _congruence(h, m)
@@ -139,20 +154,23 @@ def polar_decomposition(x: Tensor) -> Polar:
     w, total = x, None
     for rows in _RUNS:
         t = run_of_steps(_gram(w), rows)[0]
-        w, total = torch.bmm(t, w), t if total is None else torch.bmm(t, total)
+        w, total = _product(t, w), t if total is None else _product(t, total)
     assert total is not None
     todo = torch.ones_like(x[:, :1, :1], dtype=torch.bool)
     for number, rows in enumerate(_CHECKED_RUNS):
         if number and _decides(todo) and not todo.any():
             break
         t, onward = _checked_run(w, rows, todo, number)
-        w, total = torch.where(todo, torch.bmm(t, w), w), torch.where(todo, torch.bmm(t, total), total)
+        w, total = _product_where(todo, t, w), _product_where(todo, t, total)
         todo = onward
-    return Polar(w, symmetric(torch.bmm(x, w.mT)), total)
+    return Polar(w, _gram(x, w), total)
 
 
-def _gram(w: Tensor) -> Tensor:
-    return symmetric(outer_product(w))
+def _gram(x: Tensor, w: Tensor | None = None) -> Tensor:
+    """The symmetric matrix X Wᵀ, or X Xᵀ."""
+    if kernels := kernels_on(x):
+        return kernels.product(x, x if w is None else w, transposed=True, mirror=1)
+    return symmetric(outer_product(x) if w is None else torch.bmm(x, w.mT))
 
 
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -163,7 +181,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     m = _gram(x)
     total = nonzero(trace(m))
     m = m / total
-    size = (nonzero(frobenius(torch.bmm(m, m))).sqrt() * total).sqrt() / _TOP  # (tr M⁴)^¼ bounds the eigenvalues of M
+    size = (nonzero(frobenius(_product(m, m))).sqrt() * total).sqrt() / _TOP  # (tr M⁴)^¼ bounds the eigenvalues of M
     return x / size, size * largest
 
 
@@ -171,11 +189,11 @@ def _checked_run(w: Tensor, rows: Coefficients, todo: Tensor, number: int) -> tu
     """T of a run with its last step, and which of the samples go on (B, 1, 1)."""
     t, m = run_of_steps(_gram(w), rows, todo[:, 0, 0])
     if number + 1 == len(_CHECKED_RUNS):
-        return torch.bmm(quadratic(m, _FINISH), t), torch.zeros_like(todo)
+        return _product(quadratic(m, _FINISH), t), torch.zeros_like(todo)
     rest = plus_identity(-m, 1.0)
-    residual = (torch.bmm(m, rest) * rest).sum((-2, -1), keepdim=True)  # tr M(I − M)²
+    residual = (_product(m, rest) * rest).sum((-2, -1), keepdim=True)  # tr M(I − M)²
     onward = todo & (residual > _CONVERGED[number])
-    return torch.bmm(torch.where(onward, quadratic(m, _ONWARD), quadratic(m, _FINISH)), t), onward
+    return _product(torch.where(onward, quadratic(m, _ONWARD), quadratic(m, _FINISH)), t), onward
 
 
 #: steps of the sign iteration, from a spectrum in [3.25e-4, 1] to 1 ± 1.2e-4; a narrower spectrum enters it later
@@ -204,6 +222,8 @@ def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor) -> Tensor:
         s: any antisymmetric matrix.
         entry: (B,), int: the first row of ``_SIGN`` that each sample uses.
     """
+    if kernels := kernels_on(b):
+        return kernels.corner_of_sign(b, s, entry, _SIGN, _LAST_ENTRY)
     for number, row in enumerate(_SIGN):
         if number >= _LAST_ENTRY:
             b, s = block_step(b, s, row, mirror=-1)
@@ -218,17 +238,17 @@ def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor) -> Tensor:
 
 def _omega(c: Tensor, polar: Polar, projector: Tensor) -> Tensor:
     """Ω (B, d, d) for symmetric C."""
-    q, inverse = polar.q, symmetric(torch.bmm(projector, polar.inverse))
+    q, inverse = polar.q, symmetric(_product(projector, polar.inverse))
     q_size, inverse_size = frobenius(q), frobenius(inverse)
     # 1/m, for which both terms have the same norm
     ratio = nonzero(torch.where(q_size > 0, inverse_size / nonzero(q_size), 1.0).sqrt())
     q, inverse = q * ratio, inverse / ratio
-    cv = torch.bmm(c, q - inverse)
+    cv = _product(c, q - inverse)
     h = plus_identity(q + inverse - 2 * projector, 2.0)  # its eigenvalues are at least 2, which it is outside of the range
-    h2 = torch.bmm(h, h)
+    h2 = _product(h, h)
     size = nonzero(frobenius(h2).sqrt())
     h2 = h2 / size.square()
-    size = size * nonzero(frobenius(torch.bmm(h2, h2))).pow(0.25)  # (tr H⁸)^⅛ bounds the eigenvalues
+    size = size * nonzero(frobenius(_product(h2, h2))).pow(0.25)  # (tr H⁸)^⅛ bounds the eigenvalues
     lowest = 1.98 / size  # 2 less rounding, relative to the largest eigenvalue
     entry, scale = torch.zeros_like(size, dtype=torch.int32), 1 / (1.001 * size)
     for low, high in _ENTRIES[1:]:
@@ -250,8 +270,8 @@ _MARGIN = 1 - 2e-6
 def _gradient_factor(c: Tensor, polar: Polar) -> Tensor:
     """K (B, d, d) with √N ∂l/∂X = K W, of norm at most √2 ‖C‖."""
     p = _gram(polar.w)  # the projector on the range of Q
-    k = 2 * c - torch.bmm(p, c - _omega(c, polar, p))
-    length = (torch.bmm(k, p) * k).sum((-2, -1), keepdim=True).clamp_min(0).sqrt()  # ‖K W‖
+    k = 2 * c - _product(p, c - _omega(c, polar, p))
+    length = (_product(k, p) * k).sum((-2, -1), keepdim=True).clamp_min(0).sqrt()  # ‖K W‖
     return k * _cap(length, (math.sqrt(2) * _MARGIN) * frobenius(c))
 
 
@@ -269,10 +289,10 @@ def _branch(x: Tensor, q: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     half = exp_minus_twice(p / 4)
     decay = symmetric_product(half, half)
     # from X, whose small singular values P has lost
-    relative, total = frobenius(torch.bmm(decay, x)), frobenius(x)
+    relative, total = frobenius(_product(decay, x)), frobenius(x)
     floor = _ROUNDING * math.sqrt(p.shape[-1]) * torch.finfo(p.dtype).eps * total
     relative = torch.where((relative <= floor) | (trace(p) > 4 * largest_trace(p.dtype)), 0.0, relative)
-    slope = torch.bmm(decay - 2 * torch.bmm(decay, p), torch.bmm(decay, q))
+    slope = _product(decay - 2 * _product(decay, p), _product(decay, q))
     slope = torch.where(relative == 0, 0.0, slope / nonzero(relative))
     return relative * size, slope * _cap(frobenius(slope), torch.full_like(relative, _MARGIN))
 
@@ -306,7 +326,7 @@ def _backward(grad: Tensor, w: Tensor, q: Tensor, inverse: Tensor, size: Tensor,
         s, slope = branch
         along = (c * q).sum((-2, -1), keepdim=True) * size  # <G, Q>
         k = (1 + s) * k + torch.where(s == 0, 0.0, along) * slope
-    dx = torch.bmm(k, w)
+    dx = _product(k, w)
     return dx.sub_(dx.mean(-1, keepdim=True)).mul_(unit / math.sqrt(w.shape[-1]))
 
 

@@ -1,10 +1,11 @@
-"""The iterations of ``matrix_products`` for float64 matrices on CUDA, in Triton.
+"""Matrix products on CUDA in Triton, for the iterations of ``matrix_products`` in float64 and of ``polar`` in float32.
 
 Compared with one call per product there are fewer launches, because one of them makes two products and the sums around
 them; of symmetric results only the upper triangle is computed; and each matrix of a batch makes only the steps that it
 needs, which the kernels read from the device.
 
-All matrices are (B, d, d), float64 and contiguous. Importing this module requires Triton.
+Matrices are (B, m, n) and contiguous, and those of one call have the same dtype. In float32 the tensor cores multiply in
+three TF32 products, which is as exact as float32. Importing this module requires Triton.
 """
 
 import functools
@@ -15,7 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Coefficients = tuple[tuple[float, float, float], ...]
+Row = tuple[float, float, float]
+Coefficients = tuple[Row, ...]
 #: factors of Y and Z for matrices that are far, and for the others
 Weights = tuple[tuple[float, float], tuple[float, float]]
 
@@ -25,99 +27,117 @@ _BLOCK = 32
 #: largest max |1 − x²| before the last common step from which that step converges: it is of the third order
 CONVERGED = 1e-4
 
+#: a level that every matrix is above
+_EVERY = -1000
+
 
 @triton.jit
-def _products(a, b, c, d, i, j, SIGN: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Rows i and columns j of AB, or of AB ± CD."""
-    total = tl.zeros((TILE, TILE), dtype=tl.float64)
-    for start in range(0, n, DEPTH):
+def _products(  # type: ignore[no-untyped-def]
+    a, b, c, d, i, j, SIGN: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr,
+    TRANSPOSED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Rows i and columns j of AB, or of AB ± CD; B and D are transposed in memory if TRANSPOSED."""
+    total = tl.zeros((TILE, TILE), dtype=a.dtype.element_ty)
+    for start in range(0, INNER, DEPTH):
         k = start + tl.arange(0, DEPTH)
-        left, right = i[:, None] * n + k[None, :], k[:, None] * n + j[None, :]
-        if (n % TILE == 0) and (n % DEPTH == 0):
-            total = tl.dot(tl.load(a + left), tl.load(b + right), total, input_precision="ieee", out_dtype=tl.float64)
+        left = i[:, None] * INNER + k[None, :]
+        right = k[:, None] + j[None, :] * INNER if TRANSPOSED else k[:, None] * COLUMNS + j[None, :]
+        if (ROWS % TILE == 0) and (COLUMNS % TILE == 0) and (INNER % DEPTH == 0):
+            total = tl.dot(tl.load(a + left), tl.load(b + right), total, input_precision=PRECISION, out_dtype=total.dtype)
             if SIGN != 0:
                 other = SIGN * tl.load(c + left)
-                total = tl.dot(other, tl.load(d + right), total, input_precision="ieee", out_dtype=tl.float64)
+                total = tl.dot(other, tl.load(d + right), total, input_precision=PRECISION, out_dtype=total.dtype)
         else:
-            rows, columns = (i < n)[:, None] & (k < n)[None, :], (k < n)[:, None] & (j < n)[None, :]
-            own, right_own = tl.load(a + left, rows, 0.0), tl.load(b + right, columns, 0.0)
-            total = tl.dot(own, right_own, total, input_precision="ieee", out_dtype=tl.float64)
+            rows, columns = (i < ROWS)[:, None] & (k < INNER)[None, :], (k < INNER)[:, None] & (j < COLUMNS)[None, :]
+            own, own_right = tl.load(a + left, rows, 0.0), tl.load(b + right, columns, 0.0)
+            total = tl.dot(own, own_right, total, input_precision=PRECISION, out_dtype=total.dtype)
             if SIGN != 0:
-                other, right_other = SIGN * tl.load(c + left, rows, 0.0), tl.load(d + right, columns, 0.0)
-                total = tl.dot(other, right_other, total, input_precision="ieee", out_dtype=tl.float64)
+                other, other_right = SIGN * tl.load(c + left, rows, 0.0), tl.load(d + right, columns, 0.0)
+                total = tl.dot(other, other_right, total, input_precision=PRECISION, out_dtype=total.dtype)
     return total
 
 
 @triton.jit
 def _job(  # type: ignore[no-untyped-def]
-    a, b, c, d, base, out, weights, far, row, column,
-    SIGN: tl.constexpr, MIRROR: tl.constexpr, IDENTITY: tl.constexpr,
-    n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
+    a, b, c, d, base, keep, out, active, weights, level, row, column,
+    SIGN: tl.constexpr, MIRROR: tl.constexpr, IDENTITY: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr,
+    COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """One tile of a :class:`Job`."""
-    if (MIRROR == 0) | (row <= column):
-        i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-        total = _products(a, b, c, d, i, j, SIGN, n, TILE, DEPTH)
-        at, inside = i[:, None] * n + j[None, :], (i < n)[:, None] & (j < n)[None, :]
-        diagonal = tl.where(i[:, None] == j[None, :], 1.0, 0.0).to(tl.float64)
-        if base is not None:
-            total = tl.load(weights + 1) * tl.load(base + at, inside, 0.0) + tl.load(weights + 2) * total
-            if IDENTITY:
-                total += tl.load(weights) * diagonal
-        tl.store(out + at, total, inside)
-        if (MIRROR != 0) and (row < column):
-            tl.store(out + j[:, None] * n + i[None, :], MIRROR * tl.trans(total), tl.trans(inside))
-        if far is not None:
-            distance = tl.max(tl.max(tl.where(inside, tl.abs(total - diagonal), 0.0), 1), 0)
-            tl.atomic_max(far, tl.where(distance <= tl.load(weights + 3), 0, 1))  # 1 for NaN too
-
-
-@triton.jit(do_not_specialize=["everyone", "row_far", "row_near"])
-def _step_kernel(  # type: ignore[no-untyped-def]
-    a, b, c, d, base, out, a2, b2, c2, d2, base2, out2, far, table, everyone, row_far, row_near,
-    SIGN: tl.constexpr, MIRROR: tl.constexpr, IDENTITY: tl.constexpr,
-    SIGN2: tl.constexpr, MIRROR2: tl.constexpr, IDENTITY2: tl.constexpr,
-    MEASURE: tl.constexpr, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr,
-):  # fmt: skip
-    """Two jobs, the second of which may be missing, for all matrices or for those that are far."""
-    number, item = tl.program_id(0), tl.program_id(1)
-    is_far = tl.load(far + item) != 0
-    if is_far | (everyone != 0):
-        at = item.to(tl.int64) * n * n
-        weights = table + 4 * tl.where(is_far, row_far, row_near)
-        row, column = number // ACROSS, number % ACROSS
-        if tl.program_id(2) == 0:
+    """One tile of a :class:`_Job`."""
+    i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+    at, inside = i[:, None] * COLUMNS + j[None, :], (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
+    if active:
+        if (MIRROR == 0) | (row <= column):
+            total = _products(a, b, c, d, i, j, SIGN, ROWS, INNER, COLUMNS, TRANSPOSED, TILE, DEPTH, PRECISION)
+            diagonal = tl.where(i[:, None] == j[None, :], 1.0, 0.0).to(total.dtype)
             if base is not None:
-                base += at
-            own_far = None
-            if MEASURE:
-                own_far = far + item
+                of_base, of_product = tl.load(weights + 1).to(total.dtype), tl.load(weights + 2).to(total.dtype)
+                total = of_base * tl.load(base + at, inside, 0.0) + of_product * total
+                if IDENTITY:
+                    total += tl.load(weights).to(total.dtype) * diagonal
+            tl.store(out + at, total, inside)
+            if (MIRROR != 0) and (row < column):
+                tl.store(out + j[:, None] * COLUMNS + i[None, :], MIRROR * tl.trans(total), tl.trans(inside))
+            if level is not None:
+                distance = tl.max(tl.max(tl.where(inside, tl.abs(total - diagonal), 0.0), 1), 0)
+                tl.atomic_max(level, tl.where(distance <= tl.load(weights + 3), 0, 1))  # 1 for NaN too
+    elif keep is not None:
+        tl.store(out + at, tl.load(keep + at, inside, 0.0), inside)
+
+
+@triton.jit(do_not_specialize=["above", "row_far", "row_near"])
+def _step_kernel(  # type: ignore[no-untyped-def]
+    a, b, c, d, base, keep, out, a2, b2, c2, d2, base2, keep2, out2, level, table, above, row_far, row_near,
+    SIGN: tl.constexpr, MIRROR: tl.constexpr, IDENTITY: tl.constexpr,
+    SIGN2: tl.constexpr, MIRROR2: tl.constexpr, IDENTITY2: tl.constexpr, MEASURE: tl.constexpr,
+    ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Two jobs, the second of which may be missing, for the matrices of a level above ``above``."""
+    number, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    row, column = number // ACROSS, number % ACROSS
+    own_level = tl.load(level + item)
+    active = own_level > above
+    weights = table + 4 * tl.where(own_level > 0, row_far, row_near)
+    left, right, to = item * ROWS * INNER, item * INNER * COLUMNS, item * ROWS * COLUMNS
+    if tl.program_id(2) == 0:
+        if base is not None:
+            base += to
+        if keep is not None:
+            keep += to
+        measured = None
+        if MEASURE:
+            measured = level + item
+        _job(
+            a + left, b + right, c + left, d + right, base, keep, out + to, active, weights, measured, row, column,
+            SIGN, MIRROR, IDENTITY, ROWS, INNER, COLUMNS, TRANSPOSED, TILE, DEPTH, PRECISION,
+        )  # fmt: skip
+    else:
+        if a2 is not None:
+            if base2 is not None:
+                base2 += to
+            if keep2 is not None:
+                keep2 += to
             _job(
-                a + at, b + at, c + at, d + at, base, out + at, weights, own_far, row, column,
-                SIGN, MIRROR, IDENTITY, n, TILE, DEPTH,
+                a2 + left, b2 + right, c2 + left, d2 + right, base2, keep2, out2 + to, active, weights, None, row, column,
+                SIGN2, MIRROR2, IDENTITY2, ROWS, INNER, COLUMNS, TRANSPOSED, TILE, DEPTH, PRECISION,
             )  # fmt: skip
-        else:
-            if a2 is not None:
-                if base2 is not None:
-                    base2 += at
-                _job(
-                    a2 + at, b2 + at, c2 + at, d2 + at, base2, out2 + at, weights, None, row, column,
-                    SIGN2, MIRROR2, IDENTITY2, n, TILE, DEPTH,
-                )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["turn"])
 def _square_kernel(  # type: ignore[no-untyped-def]
-    source, target, times, turn, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr
+    source, target, times, turn, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """E ← 2E + E² for symmetric E, if ``turn`` is below the number of squarings of the matrix."""
     number, item = tl.program_id(0), tl.program_id(1)
+    ACROSS: tl.constexpr = (n + TILE - 1) // TILE
     row, column = number // ACROSS, number % ACROSS
     if (turn < tl.load(times + item)) & (row <= column):
         at = item.to(tl.int64) * n * n
         i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
         inside = (i < n)[:, None] & (j < n)[None, :]
-        total = _products(source + at, source + at, source, source, i, j, 0, n, TILE, DEPTH)
+        total = _products(source + at, source + at, source, source, i, j, 0, n, n, n, False, TILE, DEPTH, PRECISION)
         total += 2 * tl.load(source + at + i[:, None] * n + j[None, :], inside, 0.0)
         tl.store(target + at + i[:, None] * n + j[None, :], total, inside)
         if row < column:
@@ -192,7 +212,8 @@ def _centre_kernel(  # type: ignore[no-untyped-def]
 class _Job(NamedTuple):
     """out = AB + sign CD, or w_0 I + w_1 base + w_2 (AB + sign CD), without w_0 I unless ``identity``.
 
-    ``mirror`` is 1 or −1 if the result is symmetric or antisymmetric, and 0 otherwise.
+    ``mirror`` is 1 or −1 if the result is symmetric or antisymmetric, and 0 otherwise. Matrices that are not active get
+    ``keep``, if it is given.
     """
 
     a: Tensor
@@ -204,45 +225,70 @@ class _Job(NamedTuple):
     sign: int = 0
     c: Tensor | None = None
     d: Tensor | None = None
+    keep: Tensor | None = None
 
 
 class _Steps:
-    """Launches for matrices of one shape with one table of coefficients."""
+    """Launches with one table of coefficients and one level per matrix."""
 
-    def __init__(self, like: Tensor, far: Tensor, table: Tensor):
-        self.far, self.table = far, table
-        self.shape = _shape(*like.shape[:2])
+    def __init__(self, level: Tensor, table: Tensor):
+        self.level, self.table = level, table
 
     def run(
         self,
         first: _Job,
         second: _Job | None = None,
         *,
-        everyone: bool = True,
+        above: int = _EVERY,
         rows: tuple[int, int] = (0, 0),
         measure: bool = False,
+        transposed: bool = False,
     ) -> None:
-        """Launch one or two jobs, for all matrices or for those that are far, with their row of the table: far, near."""
+        """Launch one or two jobs for the matrices of a level above ``above``.
+
+        ``rows`` are those of the table for matrices of a level above 0 and for others. With ``measure`` the level becomes 1
+        where the result of the first job is far from the identity.
+        """
         jobs = [first] if second is None else [first, second]
         pointers: list[Tensor | None] = []
-        for a, b, out, _, base, _, _, c, d in jobs:
-            pointers += [a, b, a if c is None else c, b if d is None else d, base, out]
-        options: dict[str, Any] = {"SIGN": first.sign, "MIRROR": first.mirror, "IDENTITY": first.identity}
+        for a, b, out, _, base, _, _, c, d, keep in jobs:
+            pointers += [a, b, a if c is None else c, b if d is None else d, base, keep, out]
         last = jobs[-1]
-        options |= {"SIGN2": last.sign, "MIRROR2": last.mirror, "IDENTITY2": last.identity, "MEASURE": measure}
-        constants, across = self.shape
-        # the first job of all matrices starts before the second: long tiles first leave fewer processors idle at the end
-        _step_kernel[(across * across, len(first.a), len(jobs))](
-            *pointers, *[None] * (12 - len(pointers)), self.far, self.table, int(everyone), *rows, **options, **constants
-        )
+        options = {"SIGN": first.sign, "MIRROR": first.mirror, "IDENTITY": first.identity, "MEASURE": measure}
+        options |= {"SIGN2": last.sign, "MIRROR2": last.mirror, "IDENTITY2": last.identity, "TRANSPOSED": transposed}
+        batch, m, n = first.out.shape
+        constants = _shape(first.a, m, n)
+        tiles = -(-m // constants["TILE"]) * -(-n // constants["TILE"])
+        with torch.cuda.device(first.a.device):  # Triton launches on the current device
+            # the first job of all matrices starts before the second: the longer tiles come first
+            _step_kernel[(tiles, batch, len(jobs))](
+                *pointers, *[None] * (14 - len(pointers)), self.level, self.table, above, *rows,
+                ROWS=m, INNER=first.a.shape[-1], COLUMNS=n, **options, **constants,
+            )  # fmt: skip
 
 
-def _shape(batch: int, n: int) -> tuple[dict[str, Any], int]:
-    """The constants of a launch, and the number of tiles in a row: small tiles if large ones do not fill the device."""
-    large = batch * n * n >= 24 * 256 * 256
-    tile, depth, warps = (64, 16, 4) if large else (32, 32, 2)
-    across = -(-n // tile)
-    return {"ACROSS": across, "n": n, "TILE": tile, "DEPTH": depth, "num_warps": warps, "num_stages": 3}, across
+#: side and depth of a tile and its warps, by dtype and by whether large tiles fill the device; measured on one H200
+_TILES = {
+    (torch.float64, True): (64, 16, 4),
+    (torch.float64, False): (32, 16, 2),
+    (torch.float32, True): (64, 32, 4),
+    (torch.float32, False): (32, 32, 2),
+}
+#: entries of the results of a launch from which large tiles fill the device
+_LARGE = 24 * 256 * 256
+
+
+def _shape(a: Tensor, m: int, n: int) -> dict[str, Any]:
+    """The constants of a launch for results (m, n)."""
+    tile, depth, warps = _TILES[a.dtype, len(a) * m * n >= _LARGE]
+    precision = "ieee" if a.dtype == torch.float64 else _precision(a.device)
+    return {"TILE": tile, "DEPTH": depth, "PRECISION": precision, "num_warps": warps, "num_stages": 3}
+
+
+@functools.cache
+def _precision(device: torch.device) -> str:
+    """How float32 products are made: by three TF32 products where tensor cores are more than three times as fast."""
+    return "tf32x3" if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else "ieee"
 
 
 @functools.cache
@@ -250,6 +296,26 @@ def _table(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
     """Coefficients on a device, and :data:`CONVERGED`: numbers of Python would reach a kernel in float32."""
     with torch.inference_mode(False):
         return torch.tensor([[*row, CONVERGED] for row in rows], dtype=torch.float64, device=device)
+
+
+def product(a: Tensor, b: Tensor, *, transposed: bool = False, mirror: int = 0) -> Tensor:
+    """AB, or ABᵀ; with ``mirror`` 1 the lower triangle is that above it."""
+    a, b = a.contiguous(), b.contiguous()
+    out = a.new_empty(len(a), a.shape[-2], b.shape[-2 if transposed else -1])
+    _alone(a).run(_Job(a, b, out, mirror), transposed=transposed)
+    return out
+
+
+def product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """AB for samples in ``todo`` (B,), int32, and B for others, A (B, d, d)."""
+    out = torch.empty_like(b)
+    _Steps(todo, _table(((0.0, 0.0, 0.0),), a.device)).run(_Job(a, b, out, keep=b), above=0)
+    return out
+
+
+def _alone(a: Tensor) -> _Steps:
+    """Launches for every matrix, without coefficients."""
+    return _Steps(torch.zeros(len(a), dtype=torch.int32, device=a.device), _table(((0.0, 0.0, 0.0),), a.device))
 
 
 def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -261,18 +327,38 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tup
     far = torch.zeros(len(a), dtype=torch.int32, device=a.device)
     m, h, y, z, next_y, next_z = (torch.empty_like(a) for _ in range(6))
     with torch.cuda.device(a.device):  # Triton launches on the current device
-        steps = _Steps(a, far, _table(coefficients, a.device))
+        steps = _Steps(far, _table(coefficients, a.device))
         steps.run(_Job(a, a, z, 1, a, True))
         steps.run(_Job(a, z, y, 1))
         for turn in range(1, len(coefficients)):
-            everyone, rows = turn < common, (turn, turn)
-            steps.run(_Job(z, y, m), everyone=everyone, rows=rows, measure=turn == common - 1)
-            steps.run(_Job(m, m, h, 0, m, True), everyone=everyone, rows=rows)
-            steps.run(_Job(y, h, next_y), _Job(h, z, next_z), everyone=everyone, rows=rows)
+            where: dict[str, Any] = {"above": _EVERY if turn < common else 0, "rows": (turn, turn)}
+            steps.run(_Job(z, y, m), **where, measure=turn == common - 1)
+            steps.run(_Job(m, m, h, 0, m, True), **where)
+            steps.run(_Job(y, h, next_y), _Job(h, z, next_z), **where)
             y, z, next_y, next_z = next_y, next_z, y, z
         across = -(-a.shape[-1] // _BLOCK)
         _symmetrise_kernel[across * across, len(a)](y, z, ACROSS=across, n=a.shape[-1], TILE=_BLOCK)
     return y, z, far
+
+
+class _Block:
+    """The iteration for the sign of (B C; 0 −B), with C symmetric (``mirror`` 1) or antisymmetric (−1)."""
+
+    def __init__(self, b: Tensor, c: Tensor, level: Tensor, coefficients: Coefficients, mirror: int):
+        self.b, self.c, self.mirror = b, c, mirror
+        self.steps = _Steps(level, _table(coefficients, b.device))
+        self.s, self.commutator, self.h, self.e, self.next_b, self.next_c = (torch.empty_like(b) for _ in range(6))
+
+    def step(self, *, last: bool, keep: bool = False, **where: Any) -> None:
+        """One step, without B if it is the ``last``. Matrices that are not active stay as they are if ``keep``."""
+        b, c, s, h, e, between = self.b, self.c, self.s, self.h, self.e, self.commutator
+        mirror = -self.mirror  # of BC − CB, and of the corner of the square
+        self.steps.run(_Job(b, c, between, mirror, sign=-1, c=c, d=b), _Job(b, b, s, 1), **where)
+        self.steps.run(_Job(s, between, e, mirror, between, sign=1, c=between, d=s), _Job(s, s, h, 1, s, True), **where)
+        corner = _Job(c, h, self.next_c, self.mirror, sign=1, c=b, d=e, keep=c if keep else None)
+        block = None if last else _Job(b, h, self.next_b, 1, keep=b if keep else None)
+        self.steps.run(corner, block, **where)
+        self.b, self.c, self.next_b, self.next_c = self.next_b, self.next_c, b, c
 
 
 def lyapunov(
@@ -285,45 +371,62 @@ def lyapunov(
     """
     late = of_far - of_near
     assert late % 2 == 0  # the others find their input where it was
-    g, b, c, next_b, next_c, s, commutator, h, e = (torch.empty_like(y) for _ in range(9))
+    g, b, c, between = (torch.empty_like(y) for _ in range(4))
     n = y.shape[-1]
     across = -(-n // _BLOCK)
     dots = torch.empty(len(y), across * across, dtype=y.dtype, device=y.device)
     weights = _table(tuple((0.0, *pair) for pair in newton), y.device)
     with torch.cuda.device(y.device):
-        _start_kernel[across * across, len(y)](
-            grad, y, z, far, weights, g, b, dots, ACROSS=across, n=y.shape[-1], TILE=_BLOCK
-        )
-        start = _Steps(y, far, weights)
-        start.run(_Job(z, g, e))
-        start.run(_Job(e, z, c, 1, g), rows=(0, 1))
-        steps = _Steps(y, far, _table(coefficients, y.device))
+        _start_kernel[across * across, len(y)](grad, y, z, far, weights, g, b, dots, ACROSS=across, n=n, TILE=_BLOCK)
+        start = _Steps(far, weights)
+        start.run(_Job(z, g, between))
+        start.run(_Job(between, z, c, 1, g), rows=(0, 1))
+        block = _Block(b, c, far, coefficients, 1)
         for turn in range(of_far):
-            where: dict[str, Any] = {"everyone": turn >= late, "rows": (turn, of_far + turn - late)}
-            steps.run(_Job(b, c, commutator, -1, sign=-1, c=c, d=b), _Job(b, b, s, 1), **where)
-            of_commutator = _Job(s, commutator, e, -1, commutator, sign=1, c=commutator, d=s)
-            steps.run(of_commutator, _Job(s, s, h, 1, s, True), **where)
-            corner = _Job(c, h, next_c, 1, sign=1, c=b, d=e)
-            steps.run(corner, _Job(b, h, next_b, 1) if turn < of_far - 1 else None, **where)
-            b, c, next_b, next_c = next_b, next_c, b, c
-    return c, dots.sum(1)
+            above = _EVERY if turn >= late else 0
+            block.step(last=turn == of_far - 1, above=above, rows=(turn, of_far + turn - late))
+    return block.c, dots.sum(1)
 
 
-def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """AB, which is symmetric up to rounding: the lower triangle is that above it."""
-    out, far = torch.empty_like(a), torch.zeros(len(a), dtype=torch.int32, device=a.device)
-    with torch.cuda.device(a.device):
-        _Steps(a, far, far).run(_Job(a, b, out, 1))
-    return out
+def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor, coefficients: Coefficients, last_entry: int) -> Tensor:
+    """See ``polar.corner_of_sign``: samples begin at the row ``entry`` (B,), at most ``last_entry``."""
+    block = _Block(b.contiguous(), s.contiguous(), -entry, coefficients, -1)
+    for turn in range(len(coefficients)):
+        late = turn < last_entry
+        block.step(last=turn == len(coefficients) - 1, keep=late, above=-turn - 1 if late else _EVERY, rows=(turn, turn))
+    return block.c
+
+
+def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None) -> tuple[Tensor, Tensor]:
+    """See ``polar.run_of_steps``; ``todo`` (B,) is int32, and the results of other samples are not written."""
+    every = todo is None
+    level = torch.zeros(len(m), dtype=torch.int32, device=m.device) if todo is None else todo
+    steps, above = _Steps(level, _table(rows, m.device)), _EVERY if every else 0
+    t, h, next_t, between, next_m = (torch.empty_like(m) for _ in range(5))
+    for turn in range(len(rows)):
+        where: dict[str, Any] = {"above": above, "rows": (turn, turn)}
+        h = torch.empty_like(m)
+        steps.run(_Job(m, m, h, 1, m, True), **where)
+        if turn == 0:
+            steps.run(_Job(m, h, between), **where)
+            t = h
+        else:
+            steps.run(_Job(m, h, between), _Job(h, t, next_t), **where)
+            t, next_t = next_t, torch.empty_like(m)
+        steps.run(_Job(h, between, next_m, 1), **where)
+        m, next_m = next_m, torch.empty_like(m)
+    return t, m
 
 
 def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     """E ← 2E + E² for symmetric E, repeated ``times`` (B,), int32, for each matrix, from 0 to ``most``."""
-    constants, across = _shape(*e.shape[:2])
+    n = e.shape[-1]
+    constants = _shape(e, n, n)
+    across = -(-n // constants["TILE"])
     source, target = e, torch.empty_like(e)
     with torch.cuda.device(e.device):
         for turn in range(most):
-            _square_kernel[(across * across, len(e))](source, target, times, turn, **constants)
+            _square_kernel[(across * across, len(e))](source, target, times, turn, n=n, **constants)
             source, target = target, source
     # matrices that were done after an odd number of turns are in the other buffer
     even, odd = (source, target) if most % 2 == 0 else (target, source)
@@ -352,3 +455,4 @@ def try_kernels(device: torch.device) -> None:
     square_repeatedly(one, torch.ones(1, dtype=torch.int32, device=device), 1)
     y, z, far = coupled_iteration(one, ((1.5, -0.5, 0.0),) * 2, 2)
     lyapunov(one, y, z, far, ((1.0, 0.0),) * 2, ((1.5, -0.5, 0.0),) * 2, 1, 1)
+    product(one.float(), one.float())
