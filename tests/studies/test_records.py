@@ -163,7 +163,9 @@ def test_transformers_at_two_sizes_with_calibrated_vectors(tmp_path):
             assert (run.epochs, run.amp, run.cache, run.clip_grad) == (7, "bf16", "device", 1.0)
             assert run.data.transforms.resize == {224: 256, 448: 512}[row.img_size]
     assert {row.img_size for row in rows if row.data == "cub"} == {224, 448}
-    assert len({setup.jobs(row, "fair")[0].name for row in rows}) == len(rows) - 5  # the search at one size is that of the other
+    assert (
+        len({setup.jobs(row, "fair")[0].name for row in rows}) == len(rows) - 5
+    )  # the search at one size is that of the other
 
 
 def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):

@@ -226,8 +226,8 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cu
     return dx.sub_(dx.mean(-1, keepdim=True))
 
 
-#: largest batch × channels at which matrix products are faster than cuSOLVER's batched eigensolver
-_PRODUCTS_LIMIT = 8192
+#: largest batch × channels at which matrix products are faster than cuSOLVER's batched eigensolver, as far as was measured
+_PRODUCTS_LIMIT = 65536
 
 #: relative error of Q in the Frobenius norm against a float64 SVD, at condition number 1e10 and full rank
 ERROR_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -244,11 +244,11 @@ def choose_solver(
 ) -> str:
     """The solver of ``solver="auto"``: a fixed rule. That for CUDA is derived from ``benchmarks/solver-choice-h200.csv``.
 
-    1. ``products`` on MPS in float32, if no eigenvalues are needed: torch has no eigensolver there.
+    1. ``products`` if no eigenvalues are needed: on MPS in float32, where torch has no eigensolver, and on CUDA for
+       batch × channels up to 65536, where it is faster than ``eigh``; in float64 only for more positions than channels,
+       because its gradient is less accurate for singular covariances.
     2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
-    3. ``products`` on CUDA in float64 for batch × channels up to 8192, where it is faster than ``eigh``; not for
-       covariances that are singular for lack of positions (N ≤ C), and not if eigenvalues are needed.
-    4. ``eigh`` otherwise.
+    3. ``eigh`` otherwise.
 
     Args:
         device_type: ``torch.device.type`` of the features.
@@ -260,12 +260,11 @@ def choose_solver(
         >>> choose_solver("cpu", channels=256, positions=784), choose_solver("cuda", channels=512, positions=196)
         ('eigh', 'gram')
     """
-    if device_type == "mps" and dtype == torch.float32 and not spectrum:
+    on_mps = device_type == "mps" and dtype == torch.float32
+    on_cuda = device_type == "cuda" and batch * channels <= _PRODUCTS_LIMIT
+    if (on_mps or (on_cuda and (dtype == torch.float32 or positions > channels))) and not spectrum:
         return "products"
-    if positions < channels:
-        return "gram"
-    fast = device_type == "cuda" and dtype == torch.float64 and batch * channels <= _PRODUCTS_LIMIT
-    return "products" if fast and positions > channels and not spectrum else "eigh"
+    return "gram" if positions < channels else "eigh"
 
 
 def _resolve_dtype(dtype: torch.dtype | str, x: Tensor, solver: str) -> torch.dtype:

@@ -80,16 +80,17 @@ def test_bad_samples_are_zeroed_counted_and_reported_late(dtype):
 
 
 @batched
+@pytest.mark.parametrize("solver", ["eigh", "products"])
 @pytest.mark.parametrize("kappa", [1e2, 1e6])
-@pytest.mark.parametrize("shape", [(48, 100), (60, 40)])
-def test_float32_against_float64(shape, kappa):
+@pytest.mark.parametrize("shape", [(48, 100), (60, 40), (256, 784)])
+def test_float32_against_float64(shape, kappa, solver):
     d, n = shape
     x = features(d, n, log_spectrum(min(d, n - 1), kappa), seed=1, batch=3).float().cuda()
     g = torch.randn(3, d, d, generator=generator(2)).cuda()
     results = []
     for dtype in (torch.float32, F64):
         y = x.clone().requires_grad_()
-        q = sqrt_covariance(y, True, dtype=dtype)
+        q = sqrt_covariance(y, True, dtype=dtype, solver=solver if dtype == torch.float32 else "eigh")
         results.append((q.detach(), torch.autograd.grad(q, y, g)[0]))
     (q, dx), (exact, slope) = results
     assert relative(q, exact) < 2e-5
@@ -98,7 +99,7 @@ def test_float32_against_float64(shape, kappa):
 
 @batched
 @pytest.mark.parametrize(
-    "solver, dtype", [("eigh", F64), ("products", F64), ("eigh", torch.float32), ("gram", torch.float32)]
+    "solver, dtype", [(s, d) for d in (F64, torch.float32) for s in ("eigh", "products")] + [("gram", torch.float32)]
 )
 def test_no_synchronisation(solver, dtype):
     x = torch.randn(4, 32, 100, device="cuda", requires_grad=True)
