@@ -380,8 +380,10 @@ def root_by_polar(x: Tensor, seb: bool) -> Tensor:
         xc, scale = centre_in_range(x.detach(), torch.float32)
         assert scale is not None
         with full_precision(xc):
-            if not recorded:
+            if not recorded and kernels_on(xc) is None:
                 return _value(xc, scale, seb=seb)
             a, *saved = _forward(xc, scale, seb=seb)
+    if not recorded:
+        return a
     out: Tensor = _PolarRoot.apply(x, graph_token(x), a, *saved, *(() if seb else (None, None)))
     return out
