@@ -48,12 +48,15 @@ def transformers(setup: Setup) -> list[Row]:
     own, options = TEXTS["transformers"]["rows"], setup.options
     rows = []
     for data, entry in own["sets"].items():
-        sizes = entry["sizes"] if options.img_size is None else [options.img_size]
+        # with a size of the options, the rate is chosen at that size
+        sizes, rate_size = (
+            (entry["sizes"], entry.get("rate_size")) if options.img_size is None else ([options.img_size], None)
+        )
         for size in sizes:
             for method, values in own["methods"].items():
                 name = f"{method}, {size} px" if len(sizes) > 1 else method
                 row = Row(data, entry["backbone"], name, values["head"], core=True, calibrate=True, img_size=size)
-                row = replace(row, rate_size=entry.get("rate_size"), model=values.get("model", {}))
+                row = replace(row, rate_size=rate_size, model=values.get("model", {}))
                 rows.append(replace(row, rates=tuple(options.rates or entry["rates"])))
     return rows
 

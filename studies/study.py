@@ -60,7 +60,7 @@ class Row:
     calibrate: bool = False  # whether its vectors are calibrated
     model: Mapping[str, Any] = field(default_factory=dict)  # further options of the model
     img_size: int | None = None  # of a transformer; that of the scale by default
-    rate_size: int | None = None  # size of the images at which its rate is chosen; its own by default
+    rate_size: int | None = None  # size of the images at which its rate is chosen; img_size by default
     every_seed: bool = False  # whether the rates are tried with every seed
     changes: Mapping[str, Any] = field(default_factory=dict)  # dotted options of the training, for the study recipe
     tag: str = ""  # in the names of its runs

@@ -137,35 +137,49 @@ def test_transformers_of_table_4_are_trained_as_the_paper_of_transfg_says(tmp_pa
 
 
 def test_transformers_at_two_sizes_with_calibrated_vectors(tmp_path):
-    """One run per seed on drawn birds, and the choice of a rate on photographs."""
+    """One run per seed on drawn birds; on photographs the runs at 224 pixels choose the rate of both sizes."""
     (tmp_path / "deit_tiny_patch16_224.safetensors").touch()
     setup = setup_of(tmp_path, scale="quick", weights=str(tmp_path))
     setup = replace(setup, available=("cub", "plumage"))
     rows = find_study("transformers").rows(setup)
+    searches, finals = {}, []
     for row in rows:
         jobs = setup.jobs(row, "fair")
         run = jobs[0].config
         assert run.model.calibrate
-        assert run.model.img_size == run.data.transforms.img_size == row.img_size
+        assert run.model.img_size == run.data.transforms.img_size == (row.rate_size or row.img_size)
         beside = row.head in ("mpncov+seb", "svpn")
         assert run.model.class_token == ("beside" if beside else None)
         if row.data == "plumage":
             assert [(job.rate, job.config.seed) for job in jobs] == [(1, seed) for seed in setup.seeds]
             assert not any(job.config.data.val_fraction for job in jobs)
+            finals += [job.name for job in jobs]
             record(setup, jobs[0], 50.0)
             [score] = setup.scores(row, "fair")
             assert (score.rate, score.chosen, score.values) == (1, None, (50.0,))
         else:
-            assert [(job.rate, job.config.data.val_fraction) for job in jobs] == [(rate, 0.1) for rate in (0.1, 0.3, 1)]
+            search, last = jobs[:3], jobs[3:]
+            assert [(job.rate, job.config.data.val_fraction) for job in search] == [(rate, 0.1) for rate in (0.1, 0.3, 1)]
+            assert {(job.config.model.img_size, job.config.data.transforms.resize) for job in search} == {(224, 256)}
             assert run.model.weights == str(tmp_path / "deit_tiny_patch16_224.safetensors")
-            assert run.model.img_size == row.img_size
-            assert {job.config.model.img_size for job in jobs} == {224}  # the rate of both sizes is chosen at one
             assert (run.epochs, run.amp, run.cache, run.clip_grad) == (7, "bf16", "device", 1.0)
-            assert run.data.transforms.resize == {224: 256, 448: 512}[row.img_size]
-    assert {row.img_size for row in rows if row.data == "cub"} == {224, 448}
-    assert (
-        len({setup.jobs(row, "fair")[0].name for row in rows}) == len(rows) - 5
-    )  # the search at one size is that of the other
+            searches.setdefault(row.head, []).append(search)
+            if row.img_size == 224:
+                assert last == []  # before the rate is chosen
+                for job, score in zip(search, (60.0, 62.0, 61.0), strict=True):
+                    record(setup, job, score)
+                last = setup.jobs(row, "fair")[3:]
+            assert [(job.rate, job.config.seed) for job in last] == [(0.3, seed) for seed in setup.seeds]
+            assert not any(job.config.data.val_fraction for job in last)
+            sizes = {(job.config.model.img_size, job.config.data.transforms.img_size) for job in last}
+            assert sizes == {(row.img_size, row.img_size)}
+            assert {job.config.data.transforms.resize for job in last} == {{224: 256, 448: 512}[row.img_size]}
+            finals += [job.name for job in last]
+    assert [row.img_size for row in rows if row.data == "cub"] == [224] * 5 + [448] * 5
+    assert len(searches) == 5
+    assert all(small == large for small, large in searches.values())
+    names = [job.name for search, _ in searches.values() for job in search] + finals
+    assert len(set(names)) == len(names) == 5 * 3 + len(rows) * len(setup.seeds)
 
 
 def test_the_last_runs_are_planned_when_the_rate_is_chosen(tmp_path):
