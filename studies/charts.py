@@ -144,7 +144,7 @@ def draw_normalisations(spectra: Mapping[str, Sequence[float]], path: Path) -> N
             each.set_title(f"{title}: normalised eigenvalues")
 
 
-#: points below the best accuracy that are still drawn, so that the best can be distinguished
+#: points below the best accuracy that are always drawn; lower ones only as far as the best of each line is seen
 FAR = 12.0
 
 
@@ -166,7 +166,8 @@ def draw_rates(panels: Mapping[str, Mapping[str, Any]], scaled: bool, path: Path
             each.minorticks_off()
             accuracies = [value for _, values in lines.values() for value in values]
             best = max(accuracies)
-            each.set_ylim(max(min(accuracies), best - FAR) - 0.5, best + 0.5)
+            shown = min(best - FAR, min(max(values) for _, values in lines.values()) - 1.5)  # each line around its best
+            each.set_ylim(max(min(accuracies), shown) - 0.5, best + 0.5)
             each.set_xlabel(f"rate of the classifier over that of the backbone{' × c²' * scaled}")
             each.set_title(f"{title}: accuracy, %")
 

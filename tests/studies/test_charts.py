@@ -77,6 +77,14 @@ def test_each_of_many_methods_has_a_look_of_its_own(drawn):
     assert len(looks) == 28
 
 
+def test_the_best_accuracy_of_every_head_is_drawn(drawn):
+    lines = {"A": ([1, 2], [80.0, 3.0]), "B": ([1, 2], [40.0, 55.0])}
+    [axes] = [axes for axes in drawn("draw_rates", {"Birds": lines}, False).axes if axes.get_visible()]
+    low, high = axes.get_ylim()
+    assert 40 < low < 55
+    assert high > 80
+
+
 def test_a_histogram_has_the_colour_of_its_method(drawn):
     """Also where the other one was not looked at; above the eigenvalues, below the condition numbers."""
     values = {"histogram_edges": [0.0, 1.0, 2.0], "histogram": [3, 4]}
