@@ -226,8 +226,8 @@ def _gradient(grad: Tensor, factors: _Factors, keep: Tensor, outside: Tensor, cu
     return dx.sub_(dx.mean(-1, keepdim=True))
 
 
-#: largest batch × channels at which matrix products are faster than cuSOLVER's batched eigensolver, as far as was measured
-_PRODUCTS_LIMIT = 65536
+#: largest batch × channels³ at which matrix products are faster than cuSOLVER's batched eigensolver
+_PRODUCTS_LIMIT = 2**34
 
 #: relative error of Q in the Frobenius norm against a float64 SVD, at condition number 1e10 and full rank
 ERROR_BOUNDS = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -245,7 +245,7 @@ def choose_solver(
     """The solver of ``solver="auto"``: a fixed rule. That for CUDA is derived from ``benchmarks/solver-choice-h200.csv``.
 
     1. ``products`` if no eigenvalues are needed: on MPS in float32, where torch has no eigensolver, and on CUDA for
-       batch × channels up to 65536, where it is faster than ``eigh``; in float64 only for more positions than channels,
+       batch × channels³ up to 2³⁴, where it is faster than ``eigh``; in float64 only for more positions than channels,
        because its gradient is less accurate for singular covariances.
     2. ``gram`` for fewer positions than channels: it decomposes the smaller matrix.
     3. ``eigh`` otherwise.
@@ -261,7 +261,7 @@ def choose_solver(
         ('eigh', 'gram')
     """
     on_mps = device_type == "mps" and dtype == torch.float32
-    on_cuda = device_type == "cuda" and batch * channels <= _PRODUCTS_LIMIT
+    on_cuda = device_type == "cuda" and batch * channels**3 <= _PRODUCTS_LIMIT
     if (on_mps or (on_cuda and (dtype == torch.float32 or positions > channels))) and not spectrum:
         return "products"
     return "gram" if positions < channels else "eigh"

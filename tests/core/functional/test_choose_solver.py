@@ -44,9 +44,10 @@ def test_accuracy_below_the_bound_is_refused(dtype, accuracy):
         ("cuda", 32, 256, 784, {}, "products"),
         ("cuda", 1, 256, 784, {}, "products"),
         ("cuda", 128, 512, 784, {}, "products"),
-        ("cuda", 257, 256, 784, {}, "eigh"),  # batch × channels above 65536
-        ("cuda", 64, 1024, 1089, {}, "products"),
-        ("cuda", 65, 1024, 1089, {}, "eigh"),
+        ("cuda", 129, 512, 784, {}, "eigh"),  # batch × channels³ above 2³⁴
+        ("cuda", 128, 256, 784, {}, "products"),
+        ("cuda", 8, 1024, 1089, {}, "products"),
+        ("cuda", 32, 1024, 1089, {}, "eigh"),
         ("cuda", 32, 256, 257, {}, "products"),
         ("cuda", 32, 256, 256, {}, "eigh"),  # rank N − 1: singular
         ("cuda", 32, 512, 196, {}, "gram"),
@@ -55,8 +56,8 @@ def test_accuracy_below_the_bound_is_refused(dtype, accuracy):
         ("cpu", 32, 256, 784, {"dtype": torch.float32}, "eigh"),
         ("cuda", 32, 256, 784, {"dtype": torch.float32}, "products"),
         ("cuda", 32, 512, 196, {"dtype": torch.float32}, "products"),
-        ("cuda", 257, 256, 784, {"dtype": torch.float32}, "eigh"),
-        ("cuda", 257, 512, 196, {"dtype": torch.float32}, "gram"),
+        ("cuda", 129, 512, 784, {"dtype": torch.float32}, "eigh"),
+        ("cuda", 129, 512, 196, {"dtype": torch.float32}, "gram"),
         ("cuda", 32, 256, 784, {"dtype": torch.float32, "spectrum": True}, "eigh"),
     ],
 )
