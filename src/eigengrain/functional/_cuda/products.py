@@ -94,14 +94,15 @@ def _step_kernel(  # type: ignore[no-untyped-def]
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Two jobs, the second of which may be missing, for the matrices of a level above ``above``."""
-    number, item = tl.program_id(0), tl.program_id(1).to(tl.int64)
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
+    TILES: tl.constexpr = ACROSS * ((ROWS + TILE - 1) // TILE)
+    number, item = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row, column = number // ACROSS, number % ACROSS
     own_level = tl.load(level + item)
     active = own_level > above
     weights = table + 4 * tl.where(own_level > 0, row_far, row_near)
     left, right, to = item * ROWS * INNER, item * INNER * COLUMNS, item * ROWS * COLUMNS
-    if tl.program_id(2) == 0:
+    if tl.program_id(1) == 0:
         if base is not None:
             base += to
         if keep is not None:
@@ -130,8 +131,8 @@ def _square_kernel(  # type: ignore[no-untyped-def]
     source, target, times, turn, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
 ):  # fmt: skip
     """E ← 2E + E² for symmetric E, if ``turn`` is below the number of squarings of the matrix."""
-    number, item = tl.program_id(0), tl.program_id(1)
     ACROSS: tl.constexpr = (n + TILE - 1) // TILE
+    number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
     row, column = number // ACROSS, number % ACROSS
     if (turn < tl.load(times + item)) & (row <= column):
         at = item.to(tl.int64) * n * n
@@ -157,7 +158,7 @@ def _symmetric_tile(x, row, column, n: tl.constexpr, TILE: tl.constexpr):  # typ
 @triton.jit
 def _symmetrise_kernel(y, z, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
     """Y ← (Y + Yᵀ)/2 and Z ← (Z + Zᵀ)/2 in place."""
-    number, at = tl.program_id(0), tl.program_id(1).to(tl.int64) * n * n
+    number, at = tl.program_id(0) % (ACROSS * ACROSS), (tl.program_id(0) // (ACROSS * ACROSS)).to(tl.int64) * n * n
     row, column = number // ACROSS, number % ACROSS
     if row <= column:
         for which in tl.static_range(2):
@@ -173,7 +174,7 @@ def _start_kernel(  # type: ignore[no-untyped-def]
     grad, y, z, far, weights, g, b, dots, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """G = (grad + gradᵀ)/2 in float64, B = w_1 Y + w_2 Z, and the sum of the entries of G ∘ Y in each tile."""
-    number, item = tl.program_id(0), tl.program_id(1)
+    number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
     at = item.to(tl.int64) * n * n
     mean, to, inside = _symmetric_tile(grad + at, number // ACROSS, number % ACROSS, n, TILE)
     weights += 4 * tl.where(tl.load(far + item) != 0, 0, 1)
@@ -190,7 +191,8 @@ def _centre_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Rows of (c, n) with the strides ROW and COLUMN, less their mean, and divided by √n if SCALE."""
-    item, i = tl.program_id(1).to(tl.int64), (tl.program_id(0) * ROWS + tl.arange(0, ROWS))[:, None]
+    BLOCKS: tl.constexpr = (c + ROWS - 1) // ROWS
+    item, i = (tl.program_id(0) // BLOCKS).to(tl.int64), (tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS))[:, None]
     x, out = x + item * c * n, out + item * c * n
     first = tl.load(x + i * ROW, i < c, 0.0).to(tl.float64)
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)
@@ -261,7 +263,7 @@ class _Steps:
         tiles = -(-m // constants["TILE"]) * -(-n // constants["TILE"])
         with torch.cuda.device(first.a.device):  # Triton launches on the current device
             # the first job of all matrices starts before the second: the longer tiles come first
-            _step_kernel[(tiles, batch, len(jobs))](
+            _step_kernel[(tiles * batch, len(jobs))](
                 *pointers, *[None] * (14 - len(pointers)), self.level, self.table, above, *rows,
                 ROWS=m, INNER=first.a.shape[-1], COLUMNS=n, **options, **constants,
             )  # fmt: skip
@@ -337,7 +339,7 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tup
             steps.run(_Job(y, h, next_y), _Job(h, z, next_z), **where)
             y, z, next_y, next_z = next_y, next_z, y, z
         across = -(-a.shape[-1] // _BLOCK)
-        _symmetrise_kernel[across * across, len(a)](y, z, ACROSS=across, n=a.shape[-1], TILE=_BLOCK)
+        _symmetrise_kernel[(across * across * len(a),)](y, z, ACROSS=across, n=a.shape[-1], TILE=_BLOCK)
     return y, z, far
 
 
@@ -377,7 +379,7 @@ def lyapunov(
     dots = torch.empty(len(y), across * across, dtype=y.dtype, device=y.device)
     weights = _table(tuple((0.0, *pair) for pair in newton), y.device)
     with torch.cuda.device(y.device):
-        _start_kernel[across * across, len(y)](grad, y, z, far, weights, g, b, dots, ACROSS=across, n=n, TILE=_BLOCK)
+        _start_kernel[(across * across * len(y),)](grad, y, z, far, weights, g, b, dots, ACROSS=across, n=n, TILE=_BLOCK)
         start = _Steps(far, weights)
         start.run(_Job(z, g, between))
         start.run(_Job(between, z, c, 1, g), rows=(0, 1))
@@ -426,7 +428,7 @@ def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     source, target = e, torch.empty_like(e)
     with torch.cuda.device(e.device):
         for turn in range(most):
-            _square_kernel[(across * across, len(e))](source, target, times, turn, n=n, **constants)
+            _square_kernel[(across * across * len(e),)](source, target, times, turn, n=n, **constants)
             source, target = target, source
     # matrices that were done after an odd number of turns are in the other buffer
     even, odd = (source, target) if most % 2 == 0 else (target, source)
@@ -445,7 +447,7 @@ def centre(x: Tensor, dtype: torch.dtype, *, scale: bool) -> Tensor:
     out = torch.empty_like(x, dtype=dtype)
     constants = {"ROW": x.stride(1), "COLUMN": x.stride(2), "c": c, "n": n, "SCALE": scale, "ROWS": 16, "COLUMNS": 64}
     with torch.cuda.device(x.device):
-        _centre_kernel[(-(-c // 16), batch)](x, out, **constants)
+        _centre_kernel[(-(-c // 16) * batch,)](x, out, **constants)
     return out
 
 
