@@ -67,12 +67,11 @@ functional/polar.py
     _LAST_ENTRY = 4 → _LAST_ENTRY = 6
     k * _cap(length, → k * _cap(0 * length,
     2 * c - torch.bmm(p, c - _omega(c, polar, p)) → c + _omega(c, polar, p)
-    symmetric(torch.bmm(projector, polar.inverse)) → symmetric(polar.inverse)
+    q + inverse - 2 * projector, 2.0) → q + inverse, 2.0)
     * size.clamp_max(LARGEST_SCALE).square() → * size.square()
     | (trace(p) > 4 * largest_trace(p.dtype)) → | (trace(p) < 0)
     (relative <= floor) → (relative < 0)
     slope * _cap(frobenius(slope), → slope * _cap(0 * frobenius(slope),
-    torch.where(s == 0, 0.0, along) → along
     return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
 functional/scalar_functions.py
     self.definite = self.p <= 0 → self.definite = self.p < 0

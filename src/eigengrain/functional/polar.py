@@ -107,22 +107,25 @@ def _product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
     return torch.where(todo, torch.bmm(a, b), b)
 
 
-def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One run: the product T of its steps h(M), and the M that it leaves, both (B, d, d).
+def run_of_steps(
+    m: Tensor, rows: Coefficients, todo: Tensor | None = None, leave: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """One run: the product T of its steps h(M), and the M that it leaves if that is needed, both (B, d, d).
 
     Args:
         m: :math:`W W^T` (B, d, d), symmetric.
         rows: coefficients of h.
-        todo: (B,), bool; the results of other samples are not used, and None stands for all. A kernel may leave them out.
+        todo: (B,), bool; the results of other samples are not used, and None stands for all. The kernels leave them out.
+        leave: whether the M that the run leaves is needed.
     """
     if kernels := kernels_on(m):
-        return kernels.run_of_steps(m, rows, None if todo is None else todo.int())
+        return kernels.run_of_steps(m, rows, None if todo is None else todo.int(), leave)
     t = h = quadratic(m, rows[0])
     for row in rows[1:]:
         m = _congruence(h, m)
         h = quadratic(m, row)
         t = torch.bmm(h, t)
-    return t, _congruence(h, m)
+    return t, _congruence(h, m) if leave else None
 
 
 def _congruence(h: Tensor, m: Tensor) -> Tensor:
@@ -142,7 +145,7 @@ def polar_factor(x: Tensor) -> Tensor:
 
 
 class Polar(NamedTuple):
-    """X = Q W (B, d, n). ``inverse`` is the pseudo-inverse of Q in the range of Q, and any matrix outside of it."""
+    """X = Q W (B, d, n), and the pseudo-inverse of Q; the last step takes it and W to 0 outside of the range of Q."""
 
     w: Tensor
     q: Tensor
@@ -153,7 +156,7 @@ def polar_decomposition(x: Tensor) -> Polar:
     """The polar decomposition of scaled features (B, d, n), by as many runs as each of them needs."""
     w, total = x, None
     for rows in _RUNS:
-        t = run_of_steps(_gram(w), rows)[0]
+        t, _ = run_of_steps(_gram(w), rows, leave=False)
         w, total = _product(t, w), t if total is None else _product(t, total)
     assert total is not None
     todo = torch.ones_like(x[:, :1, :1], dtype=torch.bool)
@@ -188,6 +191,7 @@ def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 def _checked_run(w: Tensor, rows: Coefficients, todo: Tensor, number: int) -> tuple[Tensor, Tensor]:
     """T of a run with its last step, and which of the samples go on (B, 1, 1)."""
     t, m = run_of_steps(_gram(w), rows, todo[:, 0, 0])
+    assert m is not None
     if number + 1 == len(_CHECKED_RUNS):
         return _product(quadratic(m, _FINISH), t), torch.zeros_like(todo)
     rest = plus_identity(-m, 1.0)
@@ -224,21 +228,17 @@ def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor) -> Tensor:
     """
     if kernels := kernels_on(b):
         return kernels.corner_of_sign(b, s, entry, _SIGN, _LAST_ENTRY)
-    for number, row in enumerate(_SIGN):
-        if number >= _LAST_ENTRY:
-            b, s = block_step(b, s, row, mirror=-1)
-            continue
+    first = min(entry.tolist(), default=0) if _decides(entry) else 0
+    for number in range(first, len(_SIGN)):
         used = (entry <= number)[:, None, None]
-        if _decides(used) and not used.any():
-            continue
-        next_b, next_s = block_step(b, s, row, mirror=-1)
+        next_b, next_s = block_step(b, s, _SIGN[number], mirror=-1)
         b, s = torch.where(used, next_b, b), torch.where(used, next_s, s)
     return s
 
 
 def _omega(c: Tensor, polar: Polar, projector: Tensor) -> Tensor:
     """Ω (B, d, d) for symmetric C."""
-    q, inverse = polar.q, symmetric(_product(projector, polar.inverse))
+    q, inverse = polar.q, symmetric(polar.inverse)
     q_size, inverse_size = frobenius(q), frobenius(inverse)
     # 1/m, for which both terms have the same norm
     ratio = nonzero(torch.where(q_size > 0, inverse_size / nonzero(q_size), 1.0).sqrt())

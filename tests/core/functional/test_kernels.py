@@ -1,4 +1,4 @@
-"""The Triton kernels beside torch's products, in Triton's interpreter: without a GPU, but only where Triton is installed."""
+"""The Triton kernels beside torch's products, in Triton's interpreter, which needs no GPU."""
 
 import json
 import os

@@ -155,6 +155,31 @@ def test_scale(scale, seb):
     assert relative(1e12 * small.double(), large) < 1e-6
 
 
+def test_dead_channels_beside_large_ones():
+    """The square of the scale overflows, and times 0 it would be NaN."""
+    x = torch.randn(2, 4, 9, generator=generator(4))
+    x[:, 1] = 3.5
+    check(1e30 * x, 1e-5, 1e-3, seb=True)
+
+
+@pytest.mark.parametrize("large, small", [(1e3, 1e-3), (1e2, 1e-4), (10, 1e-5)])
+def test_the_slope_of_the_branch_is_at_most_1(large, small):
+    """One large eigenvalue and a small s, in which rounding enlarges the slope by up to half."""
+    sigma = torch.full((64,), small, dtype=F64)
+    sigma[0] = large
+    x, size = polar.scaled((features(64, 100, sigma, batch=6) / 10).float())
+    s, slope = polar._branch(x, polar.polar_decomposition(x).q, size)
+    assert (s > 0).all()
+    assert slope.flatten(1).norm(dim=1).max() <= 1
+
+
+def test_the_gradient_is_centred():
+    """The rows of W for small singular values are centred only up to the rounding of the features."""
+    x = features(32, 60, log_spectrum(32, 1e10), seed=6, batch=2).float()
+    dx = forward_backward(x, upstream(x))[1]
+    assert dx.mean(-1).abs().max() <= 1e-6 * dx.abs().max()
+
+
 def test_samples_do_not_depend_on_each_other():
     """Samples that need further runs and other entries of the sign iteration are beside samples that do not."""
     x = torch.cat(
@@ -412,6 +437,7 @@ class TestSteps:
     def test_run_of_steps(self):
         w = features(12, 30, torch.linspace(0.3, 1.7, 12, dtype=F64), seed=1, batch=2) / math.sqrt(30)
         t, m = polar.run_of_steps(w @ w.mT, polar._LAST)
+        assert polar.run_of_steps(w @ w.mT, polar._LAST, leave=False)[1] is None
         expected = w
         for c0, c1, c2 in polar._LAST:
             s = expected @ expected.mT

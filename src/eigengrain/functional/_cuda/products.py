@@ -399,25 +399,24 @@ def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor, coefficients: Coefficien
     return block.c
 
 
-def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None) -> tuple[Tensor, Tensor]:
+def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None, leave: bool) -> tuple[Tensor, Tensor | None]:
     """See ``polar.run_of_steps``; ``todo`` (B,) is int32, and the results of other samples are not written."""
-    every = todo is None
     level = torch.zeros(len(m), dtype=torch.int32, device=m.device) if todo is None else todo
-    steps, above = _Steps(level, _table(rows, m.device)), _EVERY if every else 0
-    t, h, next_t, between, next_m = (torch.empty_like(m) for _ in range(5))
+    steps, t, left = _Steps(level, _table(rows, m.device)), None, m
     for turn in range(len(rows)):
-        where: dict[str, Any] = {"above": above, "rows": (turn, turn)}
-        h = torch.empty_like(m)
-        steps.run(_Job(m, m, h, 1, m, True), **where)
-        if turn == 0:
-            steps.run(_Job(m, h, between), **where)
-            t = h
-        else:
-            steps.run(_Job(m, h, between), _Job(h, t, next_t), **where)
-            t, next_t = next_t, torch.empty_like(m)
-        steps.run(_Job(h, between, next_m, 1), **where)
-        m, next_m = next_m, torch.empty_like(m)
-    return t, m
+        where: dict[str, Any] = {"above": _EVERY if todo is None else 0, "rows": (turn, turn)}
+        h, between, next_t = (torch.empty_like(m) for _ in range(3))
+        steps.run(_Job(left, left, h, 1, left, True), **where)
+        onward = [_Job(left, h, between)] if leave or turn < len(rows) - 1 else []
+        total: list[_Job] = [] if t is None else [_Job(h, t, next_t)]
+        t = h if t is None else next_t
+        if onward or total:
+            steps.run(*onward, *total, **where)
+        if onward:
+            left = torch.empty_like(m)
+            steps.run(_Job(h, between, left, 1), **where)
+    assert t is not None
+    return t, left if leave else None
 
 
 def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
