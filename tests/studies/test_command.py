@@ -268,10 +268,20 @@ def test_a_page_refers_to_files_that_exist(no_pictures, tmp_path):
     named = set(re.findall(r"[\w-]+\.md", (tmp_path / "report.html").read_text(encoding="utf-8")))
     assert {"spectrum.md", "similarity.md"} <= named
     assert all((tmp_path / name).is_file() for name in named)
-    # the committed tables are those of the records
-    options = ["--only_report", "--datasets", "cub", "--records", str(BIRDS), "--protocol", "both", "--out", str(tmp_path)]
-    assert main(["gcp-methods", *options]) == 0
-    assert (tmp_path / "gcp-methods.csv").read_bytes() == (BIRDS.parent / "studies" / "gcp-methods.csv").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("name", "folder", "options"),
+    [
+        ("gcp-methods", "records", ["--protocol", "both"]),
+        ("calibration", "quick", ["--scale", "quick", "--seeds", "0"]),
+        ("transformers", "transformers", ["--scale", "quick", "--seeds", "0,1", "--search_epochs", "3"]),
+    ],
+)
+def test_committed_tables_are_those_of_the_records(no_pictures, tmp_path, name, folder, options):
+    options = [*options, "--datasets", "cub", "--records", str(BIRDS.parent / folder), "--out", str(tmp_path)]
+    assert main([name, "--only_report", *options]) == 0
+    assert (tmp_path / f"{name}.csv").read_bytes() == (BIRDS.parent / "studies" / f"{name}.csv").read_bytes()
 
 
 def test_a_page_names_the_machines_of_its_runs_and_no_others(everything, no_pictures, tmp_path):
