@@ -53,20 +53,25 @@ functional/matrix_products.py
     beta=c1, alpha=c2), beta=c0) → beta=c1, alpha=c2), beta=1)
     (QUINTIC[1],) * 6 → (QUINTIC[1],) * 0
     c + mirror * c.mT → c + c.mT
+    product = (g * y).sum((-2, -1)) → product = (g * z).sum((-2, -1))
+    _FAR = _NewtonStep.of(1 / _NULL_INVERSE, margin=2.0) → _FAR = _NewtonStep.of(1e-3, margin=2.0)
+    + _REST → + _REST[:3]
     _LARGEST_TRACE * torch.finfo(torch.float64).eps / torch.finfo(dtype).eps → _LARGEST_TRACE
 functional/newton_schulz.py
     if steps <= _FLOAT32_STEPS else → if steps <= 40 else
     torch.promote_types(dtype, output_dtype(P)) → dtype
     - (da * a).sum((-2, -1)) → + (da * a).sum((-2, -1))
     LYAPUNOV_STEPS = 8 → LYAPUNOV_STEPS = 7
-    return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
+    dx.sub_(dx.mean(-1, keepdim=True)) if kernels is None → dx if kernels is None
+    _SMALLEST_SQUARE = 1e-12 → _SMALLEST_SQUARE = 1e-1
+    times * product[:, None, None] * scale.sqrt() → times * product[:, None, None]
 functional/polar.py
     (_SAFE,) * 7 + _LAST → (_SAFE,) * 4 + _LAST
     _FINISH = (0.0, 2.5, -1.5) → _FINISH = _ONWARD
     _CONVERGED = (1e-3, 0.05) → _CONVERGED = (1e3, 50.0)
     _LAST_ENTRY = 4 → _LAST_ENTRY = 6
     k * _cap(length, → k * _cap(0 * length,
-    2 * c - torch.bmm(p, c - _omega(c, polar, p)) → c + _omega(c, polar, p)
+    2 * c - _product(p, c - _omega(c, polar, p)) → c + _omega(c, polar, p)
     q + inverse - 2 * projector, 2.0) → q + inverse, 2.0)
     * size.clamp_max(LARGEST_SCALE).square() → * size.square()
     | (trace(p) > 4 * largest_trace(p.dtype)) → | (trace(p) < 0)

@@ -466,3 +466,12 @@ class TestSteps:
         x = polar.corner_of_sign(b, s, torch.arange(5, dtype=torch.int32))
         # B X + X B = 2 S
         assert relative((b @ x + x @ b) / 2, s) < 3e-4
+
+
+@pytest.mark.parametrize("trace, branch", [(2.0**20, True), (2.0**22, False)])
+def test_s_is_zero_where_its_rounding_is_as_large_as_itself(trace, branch):
+    """One eigenvalue of about the trace, and one of 0.3 whose share of s float32 loses at a trace above 2²¹."""
+    x = features(2, 50, torch.tensor([trace, 0.3], dtype=F64).sqrt()).float()
+    plain, scaled = (sqrt_covariance(x, seb, solver="products", dtype=torch.float32) for seb in (False, True))
+    s = float((scaled / plain)[0, 0, 0]) - 1
+    assert abs(s - math.sqrt(0.3) * math.exp(-0.3)) < 0.1 if branch else s == 0
