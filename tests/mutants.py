@@ -62,7 +62,7 @@ functional/newton_schulz.py
     torch.promote_types(dtype, output_dtype(P)) → dtype
     - (da * a).sum((-2, -1)) → + (da * a).sum((-2, -1))
     LYAPUNOV_STEPS = 8 → LYAPUNOV_STEPS = 7
-    dx.sub_(dx.mean(-1, keepdim=True)) if kernels is None → dx if kernels is None
+    return dx.sub_(dx.mean(-1, keepdim=True)) → return dx
     _SMALLEST_SQUARE = 1e-12 → _SMALLEST_SQUARE = 1e-1
     times * product[:, None, None] * scale.sqrt() → times * product[:, None, None]
 functional/polar.py

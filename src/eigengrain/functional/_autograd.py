@@ -1,5 +1,6 @@
 """Gradients that are exact to the first order and raise when they are differentiated again."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -66,4 +67,50 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(at: Tensor, value: Tensor, slope: Tensor, function: str) -> Tensor:
     """A scalar ``value`` (*) as a function of ``at`` (*, …) whose derivative is ``slope`` (*, …)."""
     out: Tensor = _WithGradient.apply(at, value.detach(), slope.detach(), function)
+    return out
+
+
+class _Finished(torch.autograd.Function):
+    """The arguments are listed one by one because compilers misread a variable number of them."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(
+        x: Tensor,
+        token: Tensor,
+        value: Tensor,
+        gradient: Callable[..., Tensor],
+        a: Tensor | None,
+        b: Tensor | None,
+        c: Tensor | None,
+        d: Tensor | None,
+        e: Tensor | None,
+        f: Tensor | None,
+        g: Tensor | None,
+    ) -> Tensor:
+        return value.clone()  # the caller could not write to a view
+
+    @staticmethod
+    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
+        x, token, _, gradient, *saved = inputs
+        ctx.save_for_backward(token, *saved)
+        ctx.like = (gradient, x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        gradient, shape, dtype, device = ctx.like
+        token, *saved = ctx.saved_tensors
+        with torch.no_grad():
+            dx = gradient(grad, dtype, *(t for t in saved if t is not None))
+        dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
+        return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * 10)
+
+
+def finished_root(x: Tensor, value: Tensor, gradient: Callable[..., Tensor], *saved: Tensor) -> Tensor:
+    """A finished ``value`` (B, d, d) of features (B, C, …), with a gradient.
+
+    ``gradient`` returns ∂l/∂x (B, C, N) from ∂l/∂value, the dtype of x, and the ``saved`` tensors, at most seven.
+    """
+    out: Tensor = _Finished.apply(x, graph_token(x), value, gradient, *saved, *([None] * (7 - len(saved))))
     return out

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
 from eigengrain.errors import ArgumentError
-from eigengrain.functional._autograd import first_order_only, graph_token
+from eigengrain.functional._autograd import finished_root, first_order_only
 from eigengrain.functional._cuda.graphs import replayed, side_by_side
 from eigengrain.functional.covariance import centre, covariance_in_range
 from eigengrain.functional.inputs import (
@@ -287,46 +287,11 @@ def _backward(grad: Tensor, y: Tensor, z: Tensor, scale: Tensor, far: Tensor, *b
     return torch.addcmul(dp, slope, times * product[:, None, None] * scale.sqrt())  # <G, Q> ∂s/∂P
 
 
-class _ProductRoot(torch.autograd.Function):
-    """A finished root of the covariance of features, with its gradient.
-
-    The arguments are listed one by one because compilers misread a variable number of them.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        token: Tensor,
-        a: Tensor,
-        xc: Tensor,
-        y: Tensor,
-        z: Tensor,
-        scale: Tensor,
-        far: Tensor,
-        s: Tensor | None,
-        slope: Tensor | None,
-    ) -> Tensor:
-        return a.clone()  # the caller could not write to a view
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        x, token, _, *saved = inputs
-        ctx.save_for_backward(token, *saved)
-        ctx.like = (x.shape, x.dtype, x.device)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        shape, dtype, device = ctx.like
-        token, xc, y, z, scale, far, s, slope = ctx.saved_tensors
-        with torch.no_grad():
-            dp = _backward(grad, y, z, scale, far, *(() if s is None else (s, slope)), positions=xc.shape[-1])
-            dx = torch.bmm(dp, xc)
-            kernels = kernels_on(dx)
-            dx = dx.sub_(dx.mean(-1, keepdim=True)) if kernels is None else kernels.centre(dx, dtype, scale=False)
-        dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(device, dtype)
-        return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * 9)
+def _gradient(grad: Tensor, dtype: torch.dtype, xc: Tensor, *saved: Tensor) -> Tensor:
+    dx = torch.bmm(_backward(grad, *saved, positions=xc.shape[-1]), xc)
+    if kernels := kernels_on(dx):
+        return kernels.centre(dx, dtype, scale=False)
+    return dx.sub_(dx.mean(-1, keepdim=True))
 
 
 def root_by_products(x: Tensor, seb: bool) -> Tensor:
@@ -335,8 +300,7 @@ def root_by_products(x: Tensor, seb: bool) -> Tensor:
         kernels = kernels_on(x)
         xc = centre(x) if kernels is None else kernels.centre(x.detach(), torch.float64, scale=True)
         a, *saved = _forward(torch.bmm(xc, xc.mT), seb=seb)
-    out: Tensor = _ProductRoot.apply(x, graph_token(x), a, xc, *saved, *(() if seb else (None, None)))
-    return out
+    return finished_root(x, a, _gradient, xc, *saved)
 
 
 #: features above it have no eigenvalue for which e^{−2λ} is not 0, and squares below it stay in the range of float32

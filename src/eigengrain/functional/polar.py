@@ -35,13 +35,12 @@ waits for the device; on a CPU, steps that no sample needs are left out.
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
 
-from eigengrain.functional._autograd import first_order_only, graph_token
+from eigengrain.functional._autograd import finished_root
 from eigengrain.functional._cuda.graphs import replayed
 from eigengrain.functional.covariance import centre_in_range, outer_product
 from eigengrain.functional.inputs import full_precision, in_transform
@@ -330,42 +329,9 @@ def _backward(grad: Tensor, w: Tensor, q: Tensor, inverse: Tensor, size: Tensor,
     return dx.sub_(dx.mean(-1, keepdim=True)).mul_(unit / math.sqrt(w.shape[-1]))
 
 
-class _PolarRoot(torch.autograd.Function):
-    """A finished root of the covariance of features, with its gradient.
-
-    The arguments are listed one by one because compilers misread a variable number of them.
-    """
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(
-        x: Tensor,
-        token: Tensor,
-        a: Tensor,
-        w: Tensor,
-        q: Tensor,
-        inverse: Tensor,
-        size: Tensor,
-        s: Tensor | None,
-        slope: Tensor | None,
-    ) -> Tensor:
-        return a.clone()  # the caller could not write to a view
-
-    @staticmethod
-    def setup_context(ctx: FunctionCtx, inputs: tuple[Any, ...], output: Any) -> None:
-        x, token, _, *saved = inputs
-        ctx.save_for_backward(token, *saved)
-        ctx.like = (x.shape, x.dtype)  # type: ignore[attr-defined]
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        shape, dtype = ctx.like
-        token, *polar, s, slope = ctx.saved_tensors
-        with torch.no_grad(), full_precision(polar[0]):
-            dx = _backward(grad.contiguous(), *polar, *(() if s is None else (s, slope)))
-        dx = dx.reshape(dx.shape[:-1] + shape[2:]).to(dtype)
-        return first_order_only(dx, "sqrt_covariance", grad, token), *([None] * 8)
+def _gradient(grad: Tensor, dtype: torch.dtype, w: Tensor, *saved: Tensor) -> Tensor:
+    with full_precision(w):
+        return _backward(grad.contiguous(), w, *saved)
 
 
 def _needs_gradient(x: Tensor) -> bool:
@@ -385,5 +351,4 @@ def root_by_polar(x: Tensor, seb: bool) -> Tensor:
             a, *saved = _forward(xc, scale, seb=seb)
     if not recorded:
         return a
-    out: Tensor = _PolarRoot.apply(x, graph_token(x), a, *saved, *(() if seb else (None, None)))
-    return out
+    return finished_root(x, a, _gradient, *saved)
