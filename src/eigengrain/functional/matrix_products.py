@@ -3,8 +3,9 @@ r"""Square root, Lyapunov equation, exponential, logarithm and inverse by matrix
 With :math:`h(t) = c_0 + c_1 t + c_2 t^2`, the coupled iteration :math:`Y \leftarrow Y\,h(ZY),\ Z \leftarrow h(ZY)\,Z` takes
 (A, I) to :math:`(A^{1/2}, A^{-1/2})` because :math:`x\,h(x^2)` drives every x in (0, 1] to 1. The same polynomial applied
 to the block matrix :math:`\begin{pmatrix} B & C \\ 0 & -B \end{pmatrix}` takes it to its sign, whose corner solves the
-Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps and records no gradient. They compute
-in float64, and the exponential also in float32. ``polar.py`` uses the same coefficients in float32.
+Lyapunov equation. Every function works on (batch, d, d), has a fixed number of steps (on CUDA the kernels leave out those
+that a matrix does not need) and records no gradient. They compute in float64, and the exponential also in float32.
+``polar.py`` uses the same coefficients in float32.
 """
 
 import functools
@@ -143,7 +144,7 @@ def roots(p: Tensor) -> Roots:
     scale = nonzero(trace(p))
     a = p / scale
     if kernels := kernels_on(a):
-        y, z, far = kernels.coupled_iteration(a, QUINTIC, len(_FIRST))
+        y, z, far = kernels.coupled_iteration(a.contiguous(), QUINTIC, len(_FIRST))
         return Roots(y, z, scale, far)
     y, z = coupled_iteration(a, QUINTIC)
     return Roots(symmetric(y), symmetric(z), scale, torch.ones_like(a[:, 0, 0], dtype=torch.int32))
