@@ -49,10 +49,8 @@ def transformers(setup: Setup) -> list[Row]:
     own, options = TEXTS["transformers"]["rows"], setup.options
     rows = []
     for data, entry in own["sets"].items():
-        # with a size of the options, the rate is chosen at that size
-        sizes, rate_size = (
-            (entry["sizes"], entry.get("rate_size")) if options.img_size is None else ([options.img_size], None)
-        )
+        sizes = entry["sizes"] if options.img_size is None else [options.img_size]
+        rate_size = entry.get("rate_size") if options.img_size is None else options.img_size
         for size in sizes:
             for method, values in own["methods"].items():
                 name = f"{method}, {size} px" if len(sizes) > 1 else method

@@ -71,7 +71,7 @@ def with_gradient(at: Tensor, value: Tensor, slope: Tensor, function: str) -> Te
 
 
 class _Finished(torch.autograd.Function):
-    """The arguments are listed one by one because compilers misread a variable number of them."""
+    """See :func:`finished_root`. The tensors are listed one by one because compilers misread a variable number of them."""
 
     generate_vmap_rule = True
 

@@ -37,12 +37,12 @@ def centre_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     if dtype == torch.float64:
         return centre(x, dtype), None
     x = to_compute(x.flatten(2).contiguous(), dtype)
-    scale = _range(x)
+    scale = power_of_two(x)
     return _centre(x, (1 / (scale * math.sqrt(x.shape[-1]))).unsqueeze(-1)), scale
 
 
-def _range(x: Tensor) -> Tensor:
-    """The power of two (B, 1) that features (B, C, N) are divided by in float32."""
+def power_of_two(x: Tensor) -> Tensor:
+    """The power of two (B, 1) that tensors (B, C, N) are divided by in float32, so that their largest entry is about 1."""
     largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
     return largest.log2().floor().clamp(-120, 120).exp2()
 
@@ -52,7 +52,7 @@ def covariance_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor |
     if dtype == torch.float64:
         return covariance(x, dtype=dtype), None
     x = to_compute(x.flatten(2), dtype)
-    scale = _range(x.detach()).unsqueeze(-1)
+    scale = power_of_two(x.detach()).unsqueeze(-1)
     return covariance(x / scale, dtype=dtype), scale
 
 

@@ -105,6 +105,11 @@ def norm(p: Tensor) -> Tensor:
     return torch.linalg.matrix_norm(p / largest, keepdim=True) * largest
 
 
+def frobenius(p: Tensor) -> Tensor:
+    """Frobenius norm (*, 1, 1) of matrices of moderate size, without linalg, for export."""
+    return p.square().sum((-2, -1), keepdim=True).sqrt()
+
+
 def plus_identity(matrix: Tensor, multiple: float) -> Tensor:
     return matrix + multiple * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
@@ -295,7 +300,7 @@ def inverse(matrix: Tensor, smallest: float) -> Tensor:
 
 
 #: a longer start of QUINTIC, with which values down to 2e-10 of the largest converge: at first each step multiplies small
-#: ones by 4.26 and keeps the others in (0, 2)
+#: ones by 4.23 and keeps the others in (0, 2)
 _QUINTIC_FROM_FURTHER = (QUINTIC[0], *(QUINTIC[1],) * 6, *QUINTIC[1:])
 
 
@@ -306,7 +311,7 @@ def floored(matrix: Tensor, floor: float) -> Tensor:
     than 2e-10 of the Frobenius norm of M may come out up to half of that distance from where they belong.
     """
     m = plus_identity(matrix, -floor)
-    s = m / nonzero(m.square().sum((-2, -1), keepdim=True).sqrt())  # without linalg, for export
+    s = m / nonzero(frobenius(m))
     for c0, c1, c2 in _QUINTIC_FROM_FURTHER:
         s2 = torch.bmm(s, s)
         s = torch.baddbmm(s, s2, torch.baddbmm(s, s2, s, beta=c1, alpha=c2), beta=c0)  # c0 s + c1 s³ + c2 s⁵

@@ -281,7 +281,7 @@ def _backward(grad: Tensor, y: Tensor, z: Tensor, scale: Tensor, far: Tensor, *b
     """2/√N ∂l/∂P from ∂l/∂Q, or from ∂l/∂A if s and its slope are given."""
     times, root = 2 / math.sqrt(positions), Roots(y, z, scale, far)
     if not branch:
-        return lyapunov(root, grad, times * torch.ones_like(scale))[0]
+        return lyapunov(root, grad, times)[0]
     s, slope = branch
     dp, product = lyapunov(root, grad, times * (1 + s)[:, None, None])
     return torch.addcmul(dp, slope, times * product[:, None, None] * scale.sqrt())  # <G, Q> ∂s/∂P

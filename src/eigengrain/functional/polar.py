@@ -42,13 +42,14 @@ from torch import Tensor
 
 from eigengrain.functional._autograd import finished_root
 from eigengrain.functional._cuda.graphs import replayed
-from eigengrain.functional.covariance import centre_in_range, outer_product
+from eigengrain.functional.covariance import centre_in_range, outer_product, power_of_two
 from eigengrain.functional.inputs import full_precision, in_transform
 from eigengrain.functional.matrix_products import (
     QUINTIC,
     Coefficients,
     block_step,
     exp_minus_twice,
+    frobenius,
     kernels_on,
     largest_trace,
     nonzero,
@@ -82,11 +83,6 @@ _CHECKED_RUNS: tuple[Coefficients, ...] = (_LAST, (_SAFE, *_LAST), (_SAFE, *_LAS
 #: largest tr M(I − M)² of a converged sample after the first checked run, and after the second: above the rounding of null
 #: directions, which further steps enlarge
 _CONVERGED = (1e-3, 0.05)
-
-
-def frobenius(matrix: Tensor) -> Tensor:
-    """Frobenius norm (*, 1, 1) of matrices of moderate size."""
-    return matrix.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def _decides(flags: Tensor) -> bool:
@@ -178,7 +174,7 @@ def _gram(x: Tensor, w: Tensor | None = None) -> Tensor:
 def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
     """Features (B, d, n) divided by their size (B, 1, 1), which leaves singular values of at most 1.8, and the size."""
     # first by a power of two, so that squares stay in the range of float32
-    largest = nonzero(x.abs().amax((-2, -1), keepdim=True)).log2().floor().clamp(-120, 120).exp2()
+    largest = power_of_two(x).unsqueeze(-1)
     x = x / largest
     m = _gram(x)
     total = nonzero(trace(m))
@@ -191,12 +187,13 @@ def _checked_run(w: Tensor, rows: Coefficients, todo: Tensor, number: int) -> tu
     """T of a run with its last step, and which of the samples go on (B, 1, 1)."""
     t, m = run_of_steps(_gram(w), rows, todo[:, 0, 0])
     assert m is not None
+    m2 = _product(m, m)
+    finish, onward = (plus_identity(c1 * m + c2 * m2, c0) for c0, c1, c2 in (_FINISH, _ONWARD))
     if number + 1 == len(_CHECKED_RUNS):
-        return _product(quadratic(m, _FINISH), t), torch.zeros_like(todo)
-    rest = plus_identity(-m, 1.0)
-    residual = (_product(m, rest) * rest).sum((-2, -1), keepdim=True)  # tr M(I − M)²
-    onward = todo & (residual > _CONVERGED[number])
-    return _product(torch.where(onward, quadratic(m, _ONWARD), quadratic(m, _FINISH)), t), onward
+        return _product(finish, t), torch.zeros_like(todo)
+    residual = ((m - m2) * plus_identity(-m, 1.0)).sum((-2, -1), keepdim=True)  # tr M(I − M)²
+    further = todo & (residual > _CONVERGED[number])
+    return _product(torch.where(further, onward, finish), t), further
 
 
 #: steps of the sign iteration, from a spectrum in [3.25e-4, 1] to 1 ± 1.2e-4; a narrower spectrum enters it later
@@ -318,7 +315,7 @@ def _value(xc: Tensor, scale: Tensor, *, seb: bool) -> Tensor:
 @replayed
 def _backward(grad: Tensor, w: Tensor, q: Tensor, inverse: Tensor, size: Tensor, *branch: Tensor) -> Tensor:
     """∂l/∂X (B, d, n) from ∂l/∂Q, or from ∂l/∂A if s and its slope are given."""
-    unit = nonzero(grad.abs().amax((-2, -1), keepdim=True)).log2().floor().clamp(-120, 120).exp2()
+    unit = power_of_two(grad).unsqueeze(-1)
     c = symmetric(grad / unit)
     k = _gradient_factor(c, Polar(w, q, inverse))
     if branch:

@@ -16,8 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-Row = tuple[float, float, float]
-Coefficients = tuple[Row, ...]
+from eigengrain.functional.matrix_products import Coefficients
+
 #: factors of Y and Z for matrices that are far, and for the others
 Weights = tuple[tuple[float, float], tuple[float, float]]
 
@@ -328,17 +328,17 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tup
     assert (len(coefficients) - common) % 2 == 0  # so that both kinds of matrices end in the same buffer
     far = torch.zeros(len(a), dtype=torch.int32, device=a.device)
     m, h, y, z, next_y, next_z = (torch.empty_like(a) for _ in range(6))
-    with torch.cuda.device(a.device):  # Triton launches on the current device
-        steps = _Steps(far, _table(coefficients, a.device))
-        steps.run(_Job(a, a, z, 1, a, True))
-        steps.run(_Job(a, z, y, 1))
-        for turn in range(1, len(coefficients)):
-            where: dict[str, Any] = {"above": _EVERY if turn < common else 0, "rows": (turn, turn)}
-            steps.run(_Job(z, y, m), **where, measure=turn == common - 1)
-            steps.run(_Job(m, m, h, 0, m, True), **where)
-            steps.run(_Job(y, h, next_y), _Job(h, z, next_z), **where)
-            y, z, next_y, next_z = next_y, next_z, y, z
-        across = -(-a.shape[-1] // _BLOCK)
+    steps = _Steps(far, _table(coefficients, a.device))
+    steps.run(_Job(a, a, z, 1, a, True))
+    steps.run(_Job(a, z, y, 1))
+    for turn in range(1, len(coefficients)):
+        where: dict[str, Any] = {"above": _EVERY if turn < common else 0, "rows": (turn, turn)}
+        steps.run(_Job(z, y, m), **where, measure=turn == common - 1)
+        steps.run(_Job(m, m, h, 0, m, True), **where)
+        steps.run(_Job(y, h, next_y), _Job(h, z, next_z), **where)
+        y, z, next_y, next_z = next_y, next_z, y, z
+    across = -(-a.shape[-1] // _BLOCK)
+    with torch.cuda.device(a.device):
         _symmetrise_kernel[(across * across * len(a),)](y, z, ACROSS=across, n=a.shape[-1], TILE=_BLOCK)
     return y, z, far
 
@@ -380,13 +380,13 @@ def lyapunov(
     weights = _table(tuple((0.0, *pair) for pair in newton), y.device)
     with torch.cuda.device(y.device):
         _start_kernel[(across * across * len(y),)](grad, y, z, far, weights, g, b, dots, ACROSS=across, n=n, TILE=_BLOCK)
-        start = _Steps(far, weights)
-        start.run(_Job(z, g, between))
-        start.run(_Job(between, z, c, 1, g), rows=(0, 1))
-        block = _Block(b, c, far, coefficients, 1)
-        for turn in range(of_far):
-            above = _EVERY if turn >= late else 0
-            block.step(last=turn == of_far - 1, above=above, rows=(turn, of_far + turn - late))
+    start = _Steps(far, weights)
+    start.run(_Job(z, g, between))
+    start.run(_Job(between, z, c, 1, g), rows=(0, 1))
+    block = _Block(b, c, far, coefficients, 1)
+    for turn in range(of_far):
+        above = _EVERY if turn >= late else 0
+        block.step(last=turn == of_far - 1, above=above, rows=(turn, of_far + turn - late))
     return block.c, dots.sum(1)
 
 
