@@ -43,7 +43,11 @@ def centre_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
 
 def power_of_two(x: Tensor) -> Tensor:
     """The power of two (B, 1) that tensors (B, C, N) are divided by in float32, so that their largest entry is about 1."""
-    largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
+    if x.is_cuda:
+        low, high = (each.float() for each in x.aminmax(dim=-1))
+        largest = torch.maximum(high, -low).amax(1, keepdim=True)
+    else:
+        largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
     return largest.log2().floor().clamp(-120, 120).exp2()
 
 

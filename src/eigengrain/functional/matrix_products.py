@@ -84,9 +84,10 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
-    """AB (B, d, d), which is symmetric up to rounding, made symmetric."""
-    kernels = kernels_on(a)
-    return symmetric(torch.bmm(a, b)) if kernels is None else kernels.product(a, b, mirror=1)
+    """AB (B, d, d) for symmetric B, made symmetric, which it is up to rounding."""
+    if kernels := kernels_on(a):
+        return kernels.product(a, b, transposed=a.dtype == torch.float32, mirror=1)  # float32 products are faster so
+    return symmetric(torch.bmm(a, b))
 
 
 def trace(p: Tensor) -> Tensor:
@@ -107,10 +108,16 @@ def norm(p: Tensor) -> Tensor:
 
 def frobenius(p: Tensor) -> Tensor:
     """Frobenius norm (*, 1, 1) of matrices of moderate size, without linalg, for export."""
+    if kernels_on(p):  # by rows first: a GPU sums a whole matrix in one block
+        return torch.linalg.vector_norm(torch.linalg.vector_norm(p, dim=-1, keepdim=True), dim=-2, keepdim=True)
     return p.square().sum((-2, -1), keepdim=True).sqrt()
 
 
 def plus_identity(matrix: Tensor, multiple: float) -> Tensor:
+    if kernels_on(matrix):  # two launches instead of four
+        out = matrix.clone()
+        out.diagonal(dim1=-2, dim2=-1).add_(multiple)
+        return out
     return matrix + multiple * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 
@@ -237,8 +244,8 @@ def largest_trace(dtype: torch.dtype) -> float:
 #: Taylor terms of (e^{−x} − 1)/(−x) for a spectrum in [0, 1/32], to which the largest trace is divided
 _EXP_TERMS, _EXP_START = 7, 1 / 32
 
-#: if each matrix has its own number of squarings, they start from a spectrum in [0, 2⁻¹⁰], where four terms suffice
-_LARGEST_START = 2.0**-10
+#: if each matrix has its own number of squarings, they start from a spectrum from 0 to this, where four terms suffice
+_LARGEST_START = {torch.float64: 2.0**-10, torch.float32: 2.0**-5}
 
 
 def exp_minus_twice(p: Tensor) -> Tensor:
@@ -261,15 +268,15 @@ def exp_minus_twice(p: Tensor) -> Tensor:
 
 def _exp_counted(p: Tensor, kernels: Any) -> Tensor:
     """E = e^{−2P} − I with the number of squarings that ‖P²‖_F^½, an upper bound of λ₁, requires."""
-    p2 = torch.bmm(p, p)
-    norm = torch.linalg.matrix_norm(p2).sqrt().clamp(2.0**-40, largest_trace(p.dtype))
-    times = torch.ceil(torch.log2(2 * norm / _LARGEST_START)).clamp_min(0)
-    factor = (-2.0 * torch.exp2(-times))[:, None, None]
+    p2 = symmetric_product(p, p)
+    norm = frobenius(p2).sqrt().clamp(2.0**-40, largest_trace(p.dtype))
+    times = torch.ceil(torch.log2(2 * norm / _LARGEST_START[p.dtype])).clamp_min(0)
+    factor = -2.0 * torch.exp2(-times)
     y, y2 = p * factor, p2 * factor**2
     # Y + Y²/2 + Y³/6 + Y⁴/24
-    e = torch.baddbmm(y + 0.5 * y2, y2, y2 + 4.0 * y, alpha=1 / 24)
-    most = round(math.log2(2 * largest_trace(p.dtype) / _LARGEST_START))  # 59, and 30 in float32
-    return kernels.square_repeatedly(symmetric(e), times.int(), most)
+    e = kernels.with_product(y + 0.5 * y2, y2, y2 + 4.0 * y, 1 / 24)
+    most = round(math.log2(2 * largest_trace(p.dtype) / _LARGEST_START[p.dtype]))  # 59, and 25 in float32
+    return kernels.square_repeatedly(e, times[:, 0, 0].int(), most)
 
 
 #: square roots of the logarithm: they bring a condition number of 1e10 at d = 256 to 1.57

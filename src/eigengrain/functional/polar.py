@@ -80,9 +80,9 @@ _RUNS: tuple[Coefficients, ...] = ((_SAFE,) * 2, (_SAFE,) * 2)
 #: the runs that end with a check: the first of every sample, the others of those that have not converged. Each of the
 #: others reaches singular values that are 90 times smaller
 _CHECKED_RUNS: tuple[Coefficients, ...] = (_LAST, (_SAFE, *_LAST), (_SAFE, *_LAST))
-#: largest tr M(I − M)² of a converged sample after the first checked run, and after the second: above the rounding of null
-#: directions, which further steps enlarge
-_CONVERGED = (1e-3, 0.05)
+#: largest tr M(I − M)² of a converged sample after each checked run: above the rounding of null directions, which further
+#: steps enlarge; after the last run every sample is finished
+_CONVERGED = (1e-3, 0.05, math.inf)
 
 
 def _decides(flags: Tensor) -> bool:
@@ -90,16 +90,23 @@ def _decides(flags: Tensor) -> bool:
     return flags.device.type == "cpu" and not torch.compiler.is_compiling() and not in_transform(flags)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _product(a: Tensor, b: Tensor, todo: Tensor | None = None) -> Tensor:
+    """AB; the kernels leave out samples that are not in ``todo`` (B,), int32."""
     kernels = kernels_on(a)
-    return torch.bmm(a, b) if kernels is None else kernels.product(a, b)
+    return torch.bmm(a, b) if kernels is None else kernels.product(a, b, todo=todo)
+
+
+def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
+    """ABᵀ, which the kernels make faster than AB."""
+    kernels = kernels_on(a)
+    return torch.bmm(a, b.mT) if kernels is None else kernels.product(a, b, transposed=True)
 
 
 def _product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """AB for samples in ``todo`` (B, 1, 1), and B for the others."""
+    """AB for samples in ``todo`` (B,), int32, and B for the others."""
     if kernels := kernels_on(a):
-        return kernels.product_where(todo[:, 0, 0].int(), a, b)
-    return torch.where(todo, torch.bmm(a, b), b)
+        return kernels.product_where(todo, a, b)
+    return torch.where((todo > 0)[:, None, None], torch.bmm(a, b), b)
 
 
 def run_of_steps(
@@ -110,11 +117,11 @@ def run_of_steps(
     Args:
         m: :math:`W W^T` (B, d, d), symmetric.
         rows: coefficients of h.
-        todo: (B,), bool; the results of other samples are not used, and None stands for all. The kernels leave them out.
+        todo: (B,), int32; the results of other samples are not used, and None stands for all. The kernels leave them out.
         leave: whether the M that the run leaves is needed.
     """
     if kernels := kernels_on(m):
-        return kernels.run_of_steps(m, rows, None if todo is None else todo.int(), leave)
+        return kernels.run_of_steps(m, rows, todo, leave)
     t = h = quadratic(m, rows[0])
     for row in rows[1:]:
         m = _congruence(h, m)
@@ -147,53 +154,60 @@ class Polar(NamedTuple):
     inverse: Tensor
 
 
-def polar_decomposition(x: Tensor) -> Polar:
-    """The polar decomposition of scaled features (B, d, n), by as many runs as each of them needs."""
+def polar_decomposition(x: Tensor, m: Tensor) -> Polar:
+    """The polar decomposition of scaled features (B, d, n), of which M is X Xᵀ, by as many runs as each of them needs."""
     w, total = x, None
     for rows in _RUNS:
-        t, _ = run_of_steps(_gram(w), rows, leave=False)
+        t, _ = run_of_steps(m if total is None else _gram(w), rows, leave=False)
         w, total = _product(t, w), t if total is None else _product(t, total)
     assert total is not None
-    todo = torch.ones_like(x[:, :1, :1], dtype=torch.bool)
+    todo = torch.ones_like(x[:, 0, 0], dtype=torch.int32)
     for number, rows in enumerate(_CHECKED_RUNS):
         if number and _decides(todo) and not todo.any():
             break
-        t, onward = _checked_run(w, rows, todo, number)
-        w, total = _product_where(todo, t, w), _product_where(todo, t, total)
-        todo = onward
+        t, further = _checked_run(w, rows, todo, _CONVERGED[number])
+        w, total, todo = _product_where(todo, t, w), _product_where(todo, t, total), further
     return Polar(w, _gram(x, w), total)
 
 
-def _gram(x: Tensor, w: Tensor | None = None) -> Tensor:
-    """The symmetric matrix X Wᵀ, or X Xᵀ."""
+def _gram(x: Tensor, w: Tensor | None = None, todo: Tensor | None = None) -> Tensor:
+    """The symmetric matrix X Wᵀ, or X Xᵀ; the kernels leave out samples that are not in ``todo`` (B,), int32."""
     if kernels := kernels_on(x):
-        return kernels.product(x, x if w is None else w, transposed=True, mirror=1)
+        return kernels.product(x, x if w is None else w, transposed=True, mirror=1, todo=todo)
     return symmetric(outer_product(x) if w is None else torch.bmm(x, w.mT))
 
 
-def scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features (B, d, n) divided by their size (B, 1, 1), which leaves singular values of at most 1.8, and the size."""
-    # first by a power of two, so that squares stay in the range of float32
-    largest = power_of_two(x).unsqueeze(-1)
-    x = x / largest
+def scaled(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Features X (B, d, n) divided by their size (B, 1, 1), with singular values of at most 1.8, the size, and X Xᵀ."""
     m = _gram(x)
     total = nonzero(trace(m))
-    m = m / total
-    size = (nonzero(frobenius(_product(m, m))).sqrt() * total).sqrt() / _TOP  # (tr M⁴)^¼ bounds the eigenvalues of M
-    return x / size, size * largest
+    relative = m / total
+    fourth = frobenius(_times_transposed(relative, relative))
+    size = (nonzero(fourth).sqrt() * total).sqrt() / _TOP  # (tr M⁴)^¼ bounds the eigenvalues of M
+    return x / size, size, m / size.square()
 
 
-def _checked_run(w: Tensor, rows: Coefficients, todo: Tensor, number: int) -> tuple[Tensor, Tensor]:
-    """T of a run with its last step, and which of the samples go on (B, 1, 1)."""
-    t, m = run_of_steps(_gram(w), rows, todo[:, 0, 0])
+def _checked_run(w: Tensor, rows: Coefficients, todo: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """T of a run with its last step, undefined for samples that are not in ``todo`` (B,), and which samples go on."""
+    t, m = run_of_steps(_gram(w, todo=todo), rows, todo)
     assert m is not None
-    m2 = _product(m, m)
-    finish, onward = (plus_identity(c1 * m + c2 * m2, c0) for c0, c1, c2 in (_FINISH, _ONWARD))
-    if number + 1 == len(_CHECKED_RUNS):
-        return _product(finish, t), torch.zeros_like(todo)
-    residual = ((m - m2) * plus_identity(-m, 1.0)).sum((-2, -1), keepdim=True)  # tr M(I − M)²
-    further = todo & (residual > _CONVERGED[number])
-    return _product(torch.where(further, onward, finish), t), further
+    last, further = last_step(m, todo, limit)
+    return _product(last, t, todo), further
+
+
+def last_step(m: Tensor, todo: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    r"""The last step h(M) of a run (B, d, d), and the samples in ``todo`` (B,), int32, that go on.
+
+    If :math:`\operatorname{tr} M(I - M)^2` is above the limit, a sample goes on after the step ``_ONWARD``, else it
+    ends with ``_FINISH``.
+    """
+    if kernels := kernels_on(m):
+        return kernels.last_step(m, todo, (_ONWARD, _FINISH), limit)
+    m2 = torch.bmm(m, m)
+    rest = m - m2
+    further = (trace(rest) - (rest * m).sum((-2, -1), keepdim=True) > limit) & (todo > 0)[:, None, None]
+    finished, onward = (plus_identity(c1 * m + c2 * m2, c0) for c0, c1, c2 in (_FINISH, _ONWARD))
+    return torch.where(further, onward, finished), further[:, 0, 0].int()
 
 
 #: steps of the sign iteration, from a spectrum in [3.25e-4, 1] to 1 ± 1.2e-4; a narrower spectrum enters it later
@@ -239,17 +253,18 @@ def _omega(c: Tensor, polar: Polar, projector: Tensor) -> Tensor:
     # 1/m, for which both terms have the same norm
     ratio = nonzero(torch.where(q_size > 0, inverse_size / nonzero(q_size), 1.0).sqrt())
     q, inverse = q * ratio, inverse / ratio
-    cv = _product(c, q - inverse)
+    cv = _times_transposed(c, q - inverse)
     h = plus_identity(q + inverse - 2 * projector, 2.0)  # its eigenvalues are at least 2, which it is outside of the range
-    h2 = _product(h, h)
+    h2 = _times_transposed(h, h)
     size = nonzero(frobenius(h2).sqrt())
     h2 = h2 / size.square()
-    size = size * nonzero(frobenius(_product(h2, h2))).pow(0.25)  # (tr H⁸)^⅛ bounds the eigenvalues
+    size = size * nonzero(frobenius(_times_transposed(h2, h2))).pow(0.25)  # (tr H⁸)^⅛ bounds the eigenvalues
     lowest = 1.98 / size  # 2 less rounding, relative to the largest eigenvalue
-    entry, scale = torch.zeros_like(size, dtype=torch.int32), 1 / (1.001 * size)
-    for low, high in _ENTRIES[1:]:
-        later = lowest >= low / high
-        entry, scale = entry + later.int(), torch.where(later, high / (1.001 * size), scale)
+    entry, high = torch.zeros_like(size, dtype=torch.int32), torch.ones_like(size)
+    for low, top in _ENTRIES[1:]:
+        later = lowest >= low / top
+        entry, high = entry + later, torch.where(later, top, high)
+    scale = high / (1.001 * size)
     omega = corner_of_sign(h * scale, (cv - cv.mT) * scale, entry[:, 0, 0]) / 2
     return omega * _cap(frobenius(omega), frobenius(c))
 
@@ -266,8 +281,8 @@ _MARGIN = 1 - 2e-6
 def _gradient_factor(c: Tensor, polar: Polar) -> Tensor:
     """K (B, d, d) with √N ∂l/∂X = K W, of norm at most √2 ‖C‖."""
     p = _gram(polar.w)  # the projector on the range of Q
-    k = 2 * c - _product(p, c - _omega(c, polar, p))
-    length = (_product(k, p) * k).sum((-2, -1), keepdim=True).clamp_min(0).sqrt()  # ‖K W‖
+    k = 2 * c - _times_transposed(p, c + _omega(c, polar, p))  # 2C − P(C − Ω)
+    length = (_times_transposed(k, p) * k).sum(-1, keepdim=True).sum(-2, keepdim=True).clamp_min(0).sqrt()  # ‖K W‖
     return k * _cap(length, (math.sqrt(2) * _MARGIN) * frobenius(c))
 
 
@@ -276,19 +291,20 @@ def _gradient_factor(c: Tensor, polar: Polar) -> Tensor:
 _ROUNDING = 4.0
 
 
-def _branch(x: Tensor, q: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
+def _branch(x: Tensor, m: Tensor, q: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
     r"""s (B, 1, 1) of the Scaling Eigen Branch, and F (B, d, d), ‖F‖ ≤ 1, with :math:`\partial s/\partial X_c = F W`.
 
-    .. math:: s = \|e^{-P} X_c\|_F, \qquad F = (I - 2P)\,e^{-2P}\,Q/s, \qquad X_c = \text{size} \cdot X
+    .. math:: s = \|e^{-P} X_c\|_F, \qquad F = (I - 2P)\,e^{-2P}\,Q/s, \qquad X_c = \text{size} \cdot X,
+        \qquad M = X X^T
     """
-    p = _gram(x) * size.clamp_max(LARGEST_SCALE).square()  # in the range of float32
+    p = m * size.clamp_max(LARGEST_SCALE).square()  # in the range of float32
     half = exp_minus_twice(p / 4)
     decay = symmetric_product(half, half)
     # from X, whose small singular values P has lost
     relative, total = frobenius(_product(decay, x)), frobenius(x)
     floor = _ROUNDING * math.sqrt(p.shape[-1]) * torch.finfo(p.dtype).eps * total
     relative = torch.where((relative <= floor) | (trace(p) > 4 * largest_trace(p.dtype)), 0.0, relative)
-    slope = _product(decay - 2 * _product(decay, p), _product(decay, q))
+    slope = _times_transposed(_times_transposed(decay - 2 * _times_transposed(decay, p), decay), q)
     slope = torch.where(relative == 0, 0.0, slope / nonzero(relative))
     return relative * size, slope * _cap(frobenius(slope), torch.full_like(relative, _MARGIN))
 
@@ -296,20 +312,20 @@ def _branch(x: Tensor, q: Tensor, size: Tensor) -> tuple[Tensor, Tensor]:
 @replayed
 def _forward(xc: Tensor, scale: Tensor, *, seb: bool) -> tuple[Tensor, ...]:
     """Q or A of centred features divided by ``scale`` (B, 1), and what the backward pass needs."""
-    x, size = scaled(xc)
-    polar, size = polar_decomposition(x), size * scale.unsqueeze(-1)
+    x, size, m = scaled(xc)
+    polar, size = polar_decomposition(x, m), size * scale.unsqueeze(-1)
     if not seb:
         return polar.q * size, *polar, size
-    s, slope = _branch(x, polar.q, size)
+    s, slope = _branch(x, m, polar.q, size)
     return polar.q * size * (1 + s), *polar, size, s, slope
 
 
 @replayed
 def _value(xc: Tensor, scale: Tensor, *, seb: bool) -> Tensor:
     """Q or A alone."""
-    x, size = scaled(xc)
+    x, size, m = scaled(xc)
     q, size = symmetric(torch.bmm(x, polar_factor(x).mT)), size * scale.unsqueeze(-1)
-    return q * size * (1 + _branch(x, q, size)[0]) if seb else q * size
+    return q * size * (1 + _branch(x, m, q, size)[0]) if seb else q * size
 
 
 @replayed
@@ -320,15 +336,27 @@ def _backward(grad: Tensor, w: Tensor, q: Tensor, inverse: Tensor, size: Tensor,
     k = _gradient_factor(c, Polar(w, q, inverse))
     if branch:
         s, slope = branch
-        along = (c * q).sum((-2, -1), keepdim=True) * size  # <G, Q>
+        along = (c * q).sum(-1, keepdim=True).sum(-2, keepdim=True) * size  # <G, Q>
         k = (1 + s) * k + torch.where(s == 0, 0.0, along) * slope
     dx = _product(k, w)
+    if kernels := kernels_on(dx):
+        return kernels.centre(dx, dx.dtype, scale=True, factor=unit)
     return dx.sub_(dx.mean(-1, keepdim=True)).mul_(unit / math.sqrt(w.shape[-1]))
 
 
 def _gradient(grad: Tensor, dtype: torch.dtype, w: Tensor, *saved: Tensor) -> Tensor:
     with full_precision(w):
         return _backward(grad.contiguous(), w, *saved)
+
+
+def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
+    """See ``covariance.centre_in_range``."""
+    if kernels := kernels_on(x):
+        scale = power_of_two(x.flatten(2))
+        return kernels.centre(x, torch.float32, scale=True, factor=1 / scale).contiguous(), scale
+    xc, unit = centre_in_range(x, torch.float32)
+    assert unit is not None
+    return xc, unit
 
 
 def _needs_gradient(x: Tensor) -> bool:
@@ -340,8 +368,7 @@ def root_by_polar(x: Tensor, seb: bool) -> Tensor:
     """Q or A (B, d, d) in float32 from features (B, C, …), with gradient, by the polar decomposition."""
     recorded = _needs_gradient(x)
     with torch.no_grad():
-        xc, scale = centre_in_range(x.detach(), torch.float32)
-        assert scale is not None
+        xc, scale = _centred(x.detach())
         with full_precision(xc):
             if not recorded and kernels_on(xc) is None:
                 return _value(xc, scale, seb=seb)

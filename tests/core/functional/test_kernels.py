@@ -18,7 +18,7 @@ products, *modules = (
     importlib.import_module(f"eigengrain.functional.{name}")
     for name in ("_cuda.products", "matrix_products", "newton_schulz", "polar")
 )
-products._precision = lambda device: "tf32x3"
+products._precision = lambda device, transposed: "tf32x3"
 roots = {torch.float64: modules[1].root_by_products, torch.float32: modules[2].root_by_polar}
 errors = {}
 for d, n in ((32, 64), (40, 50)):

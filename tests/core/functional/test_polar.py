@@ -167,8 +167,8 @@ def test_the_slope_of_the_branch_is_at_most_1(large, small):
     """One large eigenvalue and a small s, in which rounding enlarges the slope by up to half."""
     sigma = torch.full((64,), small, dtype=F64)
     sigma[0] = large
-    x, size = polar.scaled((features(64, 100, sigma, batch=6) / 10).float())
-    s, slope = polar._branch(x, polar.polar_decomposition(x).q, size)
+    x, size, m = polar.scaled((features(64, 100, sigma, batch=6) / 10).float())
+    s, slope = polar._branch(x, m, polar.polar_decomposition(x, m).q, size)
     assert (s > 0).all()
     assert slope.flatten(1).norm(dim=1).max() <= 1
 

@@ -4,8 +4,8 @@ Compared with one call per product there are fewer launches, because one of them
 them; of symmetric results only the upper triangle is computed; and each matrix of a batch makes only the steps that it
 needs, which the kernels read from the device.
 
-Matrices are (B, m, n) and contiguous, and those of one call have the same dtype. In float32 the tensor cores multiply in
-three TF32 products, which is as exact as float32. Importing this module requires Triton.
+Matrices are (B, m, n) and contiguous, and those of one call have the same dtype. In float32 tensor cores make three TF32 or
+six BF16 products, which is as exact as float32. Importing this module requires Triton.
 """
 
 import functools
@@ -93,14 +93,15 @@ def _step_kernel(  # type: ignore[no-untyped-def]
     ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr,
     TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Two jobs, the second of which may be missing, for the matrices of a level above ``above``."""
+    """Two jobs, the second of which may be missing, for matrices of a level above ``above``, or all without levels."""
     ACROSS: tl.constexpr = (COLUMNS + TILE - 1) // TILE
     TILES: tl.constexpr = ACROSS * ((ROWS + TILE - 1) // TILE)
     number, item = tl.program_id(0) % TILES, (tl.program_id(0) // TILES).to(tl.int64)
     row, column = number // ACROSS, number % ACROSS
-    own_level = tl.load(level + item)
-    active = own_level > above
-    weights = table + 4 * tl.where(own_level > 0, row_far, row_near)
+    active, weights = True, table + 4 * row_near
+    if level is not None:
+        own_level = tl.load(level + item)
+        active, weights = own_level > above, table + 4 * tl.where(own_level > 0, row_far, row_near)
     left, right, to = item * ROWS * INNER, item * INNER * COLUMNS, item * ROWS * COLUMNS
     if tl.program_id(1) == 0:
         if base is not None:
@@ -128,7 +129,8 @@ def _step_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["turn"])
 def _square_kernel(  # type: ignore[no-untyped-def]
-    source, target, times, turn, n: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr
+    source, target, times, turn, n: tl.constexpr, TRANSPOSED: tl.constexpr,
+    TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """E ← 2E + E² for symmetric E, if ``turn`` is below the number of squarings of the matrix."""
     ACROSS: tl.constexpr = (n + TILE - 1) // TILE
@@ -138,7 +140,7 @@ def _square_kernel(  # type: ignore[no-untyped-def]
         at = item.to(tl.int64) * n * n
         i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
         inside = (i < n)[:, None] & (j < n)[None, :]
-        total = _products(source + at, source + at, source, source, i, j, 0, n, n, n, False, TILE, DEPTH, PRECISION)
+        total = _products(source + at, source + at, source, source, i, j, 0, n, n, n, TRANSPOSED, TILE, DEPTH, PRECISION)
         total += 2 * tl.load(source + at + i[:, None] * n + j[None, :], inside, 0.0)
         tl.store(target + at + i[:, None] * n + j[None, :], total, inside)
         if row < column:
@@ -186,26 +188,65 @@ def _start_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _centre_kernel(  # type: ignore[no-untyped-def]
-    x, out, ROW: tl.constexpr, COLUMN: tl.constexpr, c: tl.constexpr, n: tl.constexpr, SCALE: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+def _residual_kernel(m, m2, todo, partial, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The sum of the entries of (M − M²) ∘ (I − M) in each tile."""
+    number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
+    if tl.load(todo + item) > 0:
+        i, j = number // ACROSS * TILE + tl.arange(0, TILE), number % ACROSS * TILE + tl.arange(0, TILE)
+        at, inside = item.to(tl.int64) * n * n + i[:, None] * n + j[None, :], (i < n)[:, None] & (j < n)[None, :]
+        own = tl.load(m + at, inside, 0.0)
+        left = (own - tl.load(m2 + at, inside, 0.0)) * (tl.where(i[:, None] == j[None, :], 1.0, 0.0) - own)
+        tl.store(partial + item * ACROSS * ACROSS + number, tl.sum(tl.sum(left, 1), 0))
+
+
+@triton.jit
+def _last_step_kernel(  # type: ignore[no-untyped-def]
+    m, m2, todo, partial, table, limit, out, further,
+    ACROSS: tl.constexpr, PARTS: tl.constexpr, n: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Rows of (c, n) with the strides ROW and COLUMN, less their mean, and divided by √n if SCALE."""
+    """w_0 I + w_1 M + w_2 M², with the first row of the table if the residual is above the limit, else the second."""
+    number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
+    if tl.load(todo + item) > 0:
+        part = tl.arange(0, PARTS)
+        residual = tl.sum(tl.load(partial + item * ACROSS * ACROSS + part, part < ACROSS * ACROSS, 0.0), 0)
+        row = table + tl.where(residual > limit, 0, 4)
+        i, j = number // ACROSS * TILE + tl.arange(0, TILE), number % ACROSS * TILE + tl.arange(0, TILE)
+        at, inside = item.to(tl.int64) * n * n + i[:, None] * n + j[None, :], (i < n)[:, None] & (j < n)[None, :]
+        own, square = tl.load(m + at, inside, 0.0), tl.load(m2 + at, inside, 0.0)
+        total = tl.load(row + 1).to(own.dtype) * own + tl.load(row + 2).to(own.dtype) * square
+        total += tl.where(i[:, None] == j[None, :], tl.load(row).to(own.dtype), 0.0)
+        tl.store(out + at, total, inside)
+        if number == 0:
+            tl.store(further + item, tl.where(residual > limit, 1, 0))
+    elif number == 0:
+        tl.store(further + item, 0)
+
+
+@triton.jit
+def _centre_kernel(  # type: ignore[no-untyped-def]
+    x, factor, out, ROW: tl.constexpr, COLUMN: tl.constexpr, c: tl.constexpr, n: tl.constexpr, SCALE: tl.constexpr,
+    DOUBLE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Rows of (c, n) with the strides ROW and COLUMN, less their mean, divided by √n if SCALE, in float64 if DOUBLE."""
     BLOCKS: tl.constexpr = (c + ROWS - 1) // ROWS
+    DTYPE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
     item, i = (tl.program_id(0) // BLOCKS).to(tl.int64), (tl.program_id(0) % BLOCKS * ROWS + tl.arange(0, ROWS))[:, None]
+    times = tl.full((1, 1), 1.0, DTYPE)
+    if factor is not None:
+        times *= tl.load(factor + item).to(DTYPE)
     x, out = x + item * c * n, out + item * c * n
-    first = tl.load(x + i * ROW, i < c, 0.0).to(tl.float64)
-    total = tl.zeros((ROWS, COLUMNS), dtype=tl.float64)
+    first = tl.load(x + i * ROW, i < c, 0.0).to(DTYPE) * times
+    total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
     for start in range(0, n, COLUMNS):
         j = (start + tl.arange(0, COLUMNS))[None, :]
         inside = (i < c) & (j < n)
-        total += tl.where(inside, tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(tl.float64) - first, 0.0)
-    size = tl.zeros((ROWS, 1), dtype=tl.float64) + n
+        total += tl.where(inside, tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * times - first, 0.0)
+    size = tl.zeros((ROWS, 1), dtype=DTYPE) + n
     mean = tl.sum(total, 1)[:, None] / size
     for start in range(0, n, COLUMNS):
         j = (start + tl.arange(0, COLUMNS))[None, :]
         inside = (i < c) & (j < n)
-        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(tl.float64) - first - mean
+        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * times - first - mean
         if SCALE:
             value /= tl.sqrt(size)
         tl.store(out + i * ROW + j * COLUMN, value, inside)
@@ -231,9 +272,9 @@ class _Job(NamedTuple):
 
 
 class _Steps:
-    """Launches with one table of coefficients and one level per matrix."""
+    """Launches with one table of coefficients and one level per matrix, or none."""
 
-    def __init__(self, level: Tensor, table: Tensor):
+    def __init__(self, level: Tensor | None, table: Tensor):
         self.level, self.table = level, table
 
     def run(
@@ -246,7 +287,7 @@ class _Steps:
         measure: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Launch one or two jobs for the matrices of a level above ``above``.
+        """Launch one or two jobs for the matrices of a level above ``above``, or for all without levels.
 
         ``rows`` are those of the table for matrices of a level above 0 and for others. With ``measure`` the level becomes 1
         where the result of the first job is far from the identity.
@@ -257,9 +298,9 @@ class _Steps:
             pointers += [a, b, a if c is None else c, b if d is None else d, base, keep, out]
         last = jobs[-1]
         options = {"SIGN": first.sign, "MIRROR": first.mirror, "IDENTITY": first.identity, "MEASURE": measure}
-        options |= {"SIGN2": last.sign, "MIRROR2": last.mirror, "IDENTITY2": last.identity, "TRANSPOSED": transposed}
+        options |= {"SIGN2": last.sign, "MIRROR2": last.mirror, "IDENTITY2": last.identity}
         batch, m, n = first.out.shape
-        constants = _shape(first.a, m, n)
+        constants = _shape(first.a, m, n, transposed)
         tiles = -(-m // constants["TILE"]) * -(-n // constants["TILE"])
         with torch.cuda.device(first.a.device):  # Triton launches on the current device
             # the first job of all matrices starts before the second: the longer tiles come first
@@ -274,23 +315,30 @@ _TILES = {
     (torch.float64, True): (64, 16, 4),
     (torch.float64, False): (32, 16, 2),
     (torch.float32, True): (64, 32, 4),
-    (torch.float32, False): (32, 32, 2),
+    (torch.float32, False): (64, 32, 4),
 }
 #: entries of the results of a launch from which large tiles fill the device
 _LARGE = 24 * 256 * 256
 
 
-def _shape(a: Tensor, m: int, n: int) -> dict[str, Any]:
+def _shape(a: Tensor, m: int, n: int, transposed: bool) -> dict[str, Any]:
     """The constants of a launch for results (m, n)."""
     tile, depth, warps = _TILES[a.dtype, len(a) * m * n >= _LARGE]
-    precision = "ieee" if a.dtype == torch.float64 else _precision(a.device)
-    return {"TILE": tile, "DEPTH": depth, "PRECISION": precision, "num_warps": warps, "num_stages": 3}
+    precision = _precision(a.device, transposed) if a.dtype == torch.float32 else "ieee"
+    tiles = {"TRANSPOSED": transposed, "TILE": tile, "DEPTH": depth}
+    return {**tiles, "PRECISION": precision, "num_warps": warps, "num_stages": 3}
 
 
 @functools.cache
-def _precision(device: torch.device) -> str:
-    """How float32 products are made: by three TF32 products where tensor cores are more than three times as fast."""
-    return "tf32x3" if torch.cuda.get_device_capability(device) in ((8, 0), (9, 0), (10, 0), (10, 3)) else "ieee"
+def _precision(device: torch.device, transposed: bool) -> str:
+    """How float32 products are made: of several less exact ones where tensor cores are more than three times as fast.
+
+    On an H200, 32 products of 256² take 19 µs with three TF32 products if the right operand is transposed in memory, and 34
+    if not: tensor cores read it along the inner dimension alone. Six BF16 products, which can be read across, take 22 µs.
+    """
+    if torch.cuda.get_device_capability(device) not in ((8, 0), (9, 0), (10, 0), (10, 3)):
+        return "ieee"
+    return "tf32x3" if transposed else "bf16x6"
 
 
 @functools.cache
@@ -300,11 +348,19 @@ def _table(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
         return torch.tensor([[*row, CONVERGED] for row in rows], dtype=torch.float64, device=device)
 
 
-def product(a: Tensor, b: Tensor, *, transposed: bool = False, mirror: int = 0) -> Tensor:
-    """AB, or ABᵀ; with ``mirror`` 1 the lower triangle is that above it."""
+def product(a: Tensor, b: Tensor, *, transposed: bool = False, mirror: int = 0, todo: Tensor | None = None) -> Tensor:
+    """AB, or ABᵀ, for samples in ``todo`` (B,), int32, or all; with ``mirror`` 1 the lower triangle is that above it."""
     a, b = a.contiguous(), b.contiguous()
     out = a.new_empty(len(a), a.shape[-2], b.shape[-2 if transposed else -1])
-    _alone(a).run(_Job(a, b, out, mirror), transposed=transposed)
+    _Steps(todo, _table(((0.0, 0.0, 0.0),), a.device)).run(_Job(a, b, out, mirror), above=0, transposed=transposed)
+    return out
+
+
+def with_product(base: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """base + factor · AB for symmetric B, where the result is symmetric."""
+    out = torch.empty_like(base)
+    steps = _Steps(None, _table(((0.0, 1.0, factor),), base.device))
+    steps.run(_Job(a, b, out, 1, base), transposed=base.dtype == torch.float32)
     return out
 
 
@@ -313,11 +369,6 @@ def product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
     out = torch.empty_like(b)
     _Steps(todo, _table(((0.0, 0.0, 0.0),), a.device)).run(_Job(a, b, out, keep=b), above=0)
     return out
-
-
-def _alone(a: Tensor) -> _Steps:
-    """Launches for every matrix, without coefficients."""
-    return _Steps(torch.zeros(len(a), dtype=torch.int32, device=a.device), _table(((0.0, 0.0, 0.0),), a.device))
 
 
 def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -355,9 +406,12 @@ class _Block:
         """One step, without B if it is the ``last``. Matrices that are not active stay as they are if ``keep``."""
         b, c, s, h, e, between = self.b, self.c, self.s, self.h, self.e, self.commutator
         mirror = -self.mirror  # of BC − CB, and of the corner of the square
-        self.steps.run(_Job(b, c, between, mirror, sign=-1, c=c, d=b), _Job(b, b, s, 1), **where)
+        # right operands are read transposed if C is antisymmetric: C is then −C, and BC − CB and E have the other sign
+        sign = -self.mirror
+        where["transposed"] = self.mirror < 0
+        self.steps.run(_Job(b, c, between, mirror, sign=sign, c=c, d=b), _Job(b, b, s, 1), **where)
         self.steps.run(_Job(s, between, e, mirror, between, sign=1, c=between, d=s), _Job(s, s, h, 1, s, True), **where)
-        corner = _Job(c, h, self.next_c, self.mirror, sign=1, c=b, d=e, keep=c if keep else None)
+        corner = _Job(c, h, self.next_c, self.mirror, sign=-sign, c=b, d=e, keep=c if keep else None)
         block = None if last else _Job(b, h, self.next_b, 1, keep=b if keep else None)
         self.steps.run(corner, block, **where)
         self.b, self.c, self.next_b, self.next_c = self.next_b, self.next_c, b, c
@@ -401,28 +455,48 @@ def corner_of_sign(b: Tensor, s: Tensor, entry: Tensor, coefficients: Coefficien
 
 def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None, leave: bool) -> tuple[Tensor, Tensor | None]:
     """See ``polar.run_of_steps``; ``todo`` (B,) is int32, and the results of other samples are not written."""
-    level = torch.zeros(len(m), dtype=torch.int32, device=m.device) if todo is None else todo
-    steps, t, left = _Steps(level, _table(rows, m.device)), None, m
+    steps, left = _Steps(todo, _table(rows, m.device)), m
+    t: Tensor | None = None
     for turn in range(len(rows)):
-        where: dict[str, Any] = {"above": _EVERY if todo is None else 0, "rows": (turn, turn)}
+        where: dict[str, Any] = {"above": 0, "rows": (turn, turn), "transposed": True}
+        last = turn == len(rows) - 1
         h, between, next_t = (torch.empty_like(m) for _ in range(3))
         steps.run(_Job(left, left, h, 1, left, True), **where)
-        onward = [_Job(left, h, between)] if leave or turn < len(rows) - 1 else []
-        total: list[_Job] = [] if t is None else [_Job(h, t, next_t)]
+        onward = [_Job(h, left, between)] if leave or not last else []
+        # until the last step t is Tᵀ, multiplied by h from the right: right operands are read transposed, and h is symmetric
+        total: list[_Job] = []
+        if t is not None:
+            total = [_Job(h, t, next_t) if last else _Job(t, h, next_t)]
         t = h if t is None else next_t
         if onward or total:
             steps.run(*onward, *total, **where)
         if onward:
             left = torch.empty_like(m)
-            steps.run(_Job(h, between, left, 1), **where)
+            steps.run(_Job(between, h, left, 1), **where)
     assert t is not None
     return t, left if leave else None
+
+
+def last_step(m: Tensor, todo: Tensor, onward: Coefficients, limit: float) -> tuple[Tensor, Tensor]:
+    """See ``polar.last_step``; the results of samples that are not in ``todo`` (B,), int32, are not written."""
+    n = m.shape[-1]
+    across = -(-n // _BLOCK)
+    m2 = product(m, m, transposed=True, todo=todo)
+    partial = m.new_empty(len(m), across * across)
+    out, further, table = torch.empty_like(m), torch.empty_like(todo), _table(onward, m.device)
+    constants = {"ACROSS": across, "n": n, "TILE": _BLOCK}
+    with torch.cuda.device(m.device):
+        _residual_kernel[(across * across * len(m),)](m, m2, todo, partial, **constants)
+        _last_step_kernel[(across * across * len(m),)](
+            m, m2, todo, partial, table, limit, out, further, PARTS=triton.next_power_of_2(across * across), **constants
+        )
+    return out, further
 
 
 def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     """E ← 2E + E² for symmetric E, repeated ``times`` (B,), int32, for each matrix, from 0 to ``most``."""
     n = e.shape[-1]
-    constants = _shape(e, n, n)
+    constants = _shape(e, n, n, e.dtype == torch.float32)
     across = -(-n // constants["TILE"])
     source, target = e, torch.empty_like(e)
     with torch.cuda.device(e.device):
@@ -434,10 +508,11 @@ def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     return torch.where((times % 2 == 0)[:, None, None], even, odd)
 
 
-def centre(x: Tensor, dtype: torch.dtype, *, scale: bool) -> Tensor:
+def centre(x: Tensor, dtype: torch.dtype, *, scale: bool, factor: Tensor | None = None) -> Tensor:
     """Features or a gradient (B, C, …) as (B, C, N), less the mean over positions, and divided by √N if ``scale``.
 
-    Of features in channels_last the result has the same order in memory.
+    Samples are multiplied by a factor (B,), if there is one. Of features in channels_last the result has the same order in
+    memory.
     """
     x = x.flatten(2)
     batch, c, n = x.shape
@@ -445,8 +520,9 @@ def centre(x: Tensor, dtype: torch.dtype, *, scale: bool) -> Tensor:
         x = x.contiguous()
     out = torch.empty_like(x, dtype=dtype)
     constants = {"ROW": x.stride(1), "COLUMN": x.stride(2), "c": c, "n": n, "SCALE": scale, "ROWS": 16, "COLUMNS": 64}
+    constants["DOUBLE"] = torch.float64 in (x.dtype, dtype)
     with torch.cuda.device(x.device):
-        _centre_kernel[(-(-c // 16) * batch,)](x, out, **constants)
+        _centre_kernel[(-(-c // 16) * batch,)](x, None if factor is None else factor.contiguous(), out, **constants)
     return out
 
 
