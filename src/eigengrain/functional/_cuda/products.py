@@ -463,7 +463,7 @@ def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None, leave: bool
         h, between, next_t = (torch.empty_like(m) for _ in range(3))
         steps.run(_Job(left, left, h, 1, left, True), **where)
         onward = [_Job(h, left, between)] if leave or not last else []
-        # until the last step t is Tᵀ, multiplied by h from the right: right operands are read transposed, and h is symmetric
+        # right operands are read transposed, which is right for the symmetric h: t is Tᵀ until the last step
         total: list[_Job] = []
         if t is not None:
             total = [_Job(h, t, next_t) if last else _Job(t, h, next_t)]
