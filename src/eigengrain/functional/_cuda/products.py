@@ -317,6 +317,8 @@ _TILES = {
     (torch.float32, True): (64, 32, 4),
     (torch.float32, False): (64, 32, 4),
 }
+#: whether Triton makes float32 products from products in BF16, as it does since 3.6
+_HAS_BF16X6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
 #: entries of the results of a launch from which large tiles fill the device
 _LARGE = 24 * 256 * 256
 
@@ -338,7 +340,7 @@ def _precision(device: torch.device, transposed: bool) -> str:
     """
     if torch.cuda.get_device_capability(device) not in ((8, 0), (9, 0), (10, 0), (10, 3)):
         return "ieee"
-    return "tf32x3" if transposed else "bf16x6"
+    return "bf16x6" if _HAS_BF16X6 and not transposed else "tf32x3"
 
 
 @functools.cache
