@@ -68,10 +68,11 @@ functional/newton_schulz.py
 functional/polar.py
     (_SAFE,) * 7 + _LAST → (_SAFE,) * 4 + _LAST
     _FINISH = (0.0, 2.5, -1.5) → _FINISH = _ONWARD
-    _CONVERGED = (1e-3, 0.05) → _CONVERGED = (1e3, 50.0)
+    _CONVERGED = (1e-3, 0.05, math.inf) → _CONVERGED = (1e3, 50.0, math.inf)
     _LAST_ENTRY = 4 → _LAST_ENTRY = 6
     k * _cap(length, → k * _cap(0 * length,
-    2 * c - _product(p, c - _omega(c, polar, p)) → c + _omega(c, polar, p)
+    2 * c - _times_transposed(p, c + _omega(c, polar, p)) → c + _omega(c, polar, p)
+    return x / size, size, m / size.square() → return x / size, size, m / size
     q + inverse - 2 * projector, 2.0) → q + inverse, 2.0)
     * size.clamp_max(LARGEST_SCALE).square() → * size.square()
     | (trace(p) > 4 * largest_trace(p.dtype)) → | (trace(p) < 0)

@@ -139,6 +139,21 @@ def test_the_bound_where_it_is_sharp(d, n, kappa, seb):
             assert dx.double().norm() >= 0.99 * bound(x, g)
 
 
+@pytest.mark.parametrize("d, n, low", [(2, 40, 3e-5), (8, 40, 1e-5), (64, 100, 3e-6)])
+def test_the_bound_between_two_groups_of_eigenvalues(d, n, low):
+    """The exact norm is the bound, and rounding alone would exceed it."""
+    sigma = torch.ones(d, dtype=F64)
+    sigma[d // 2 :] = low
+    x = features(d, n, sigma, seed=3, batch=6).float()
+    u = torch.linalg.svd(x.double() - x.double().mean(-1, keepdim=True))[0]
+    between = torch.zeros(6, d, d, dtype=F64)
+    between[:, : d // 2, d // 2 :] = torch.randn(6, d // 2, d - d // 2, generator=generator(4), dtype=F64)
+    g = (u @ (between + between.mT) @ u.mT).float()
+    norms = forward_backward(x, g)[1].double().flatten(1).norm(dim=1)
+    assert (norms <= (1 + 1e-6) * bound(x, g)).all()
+    assert (norms >= 0.999 * bound(x, g)).all()
+
+
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("n", [2, 3, 50])
 @pytest.mark.parametrize("kappa", [1e2, 1e6, 1e10])
