@@ -154,6 +154,17 @@ def test_the_bound_between_two_groups_of_eigenvalues(d, n, low):
     assert (norms >= 0.999 * bound(x, g)).all()
 
 
+@pytest.mark.parametrize("d, n", [(2, 2), (8, 3), (16, 2)])
+def test_the_bound_between_the_range_and_the_null_space(d, n):
+    """The exact norm is the bound; among so many samples rounding alone would exceed it by 1e-6."""
+    x = torch.randn(4000, d, n, generator=generator(1))
+    u = torch.linalg.svd(x.double() - x.double().mean(-1, keepdim=True))[0]
+    g = u[:, :, :1] * u[:, None, :, -1]
+    g = (g + g.mT).float()
+    norms = forward_backward(x, g)[1].double().flatten(1).norm(dim=1)
+    assert (norms <= (1 + 5e-7) * bound(x, g)).all()
+
+
 @pytest.mark.parametrize("d", [1, 2, 3, 5, 16])
 @pytest.mark.parametrize("n", [2, 3, 50])
 @pytest.mark.parametrize("kappa", [1e2, 1e6, 1e10])
