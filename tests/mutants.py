@@ -71,7 +71,6 @@ functional/polar.py
     _CONVERGED = (1e-3, 0.05, math.inf) → _CONVERGED = (1e3, 50.0, math.inf)
     _LAST_ENTRY = 4 → _LAST_ENTRY = 6
     k * _cap(length, → k * _cap(0 * length,
-    return omega * _cap(frobenius(omega), → return omega * _cap(0 * frobenius(omega),
     2 * c - _times_transposed(p, c + _omega(c, polar, p)) → c + _omega(c, polar, p)
     return x / size, size, m / size.square() → return x / size, size, m / size
     q + inverse - 2 * projector, 2.0) → q + inverse, 2.0)

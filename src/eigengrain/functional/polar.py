@@ -265,8 +265,7 @@ def _omega(c: Tensor, polar: Polar, projector: Tensor) -> Tensor:
         later = lowest >= low / top
         entry, high = entry + later, torch.where(later, top, high)
     scale = high / (1.001 * size)
-    omega = corner_of_sign(h * scale, (cv - cv.mT) * scale, entry[:, 0, 0]) / 2
-    return omega * _cap(frobenius(omega), frobenius(c))
+    return corner_of_sign(h * scale, (cv - cv.mT) * scale, entry[:, 0, 0]) / 2
 
 
 def _cap(norm: Tensor, limit: Tensor) -> Tensor:
