@@ -23,12 +23,12 @@ def centre(x: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     The first position is subtracted before the mean, so that a constant channel becomes exactly zero; ``x - x.mean()``
     would leave rounding noise that a square root magnifies.
     """
-    return _centre(to_compute(x.flatten(2), dtype), 1 / math.sqrt(x.shape[2:].numel()))
+    x = to_compute(x.flatten(2), dtype)
+    return _less_mean(x - x[..., :1], 1 / math.sqrt(x.shape[-1]))
 
 
-def _centre(x: Tensor, factor: float | Tensor) -> Tensor:
-    x = x - x[..., :1]
-    # in place, on memory that belongs to this function: on a CPU a new allocation costs as much as the arithmetic
+def _less_mean(x: Tensor, factor: float | Tensor) -> Tensor:
+    # in place, on memory that belongs to the caller: on a CPU a new allocation costs as much as the arithmetic
     return x.sub_(x.mean(-1, keepdim=True)).mul_(factor)
 
 
@@ -37,15 +37,19 @@ def centre_in_range(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor | Non
     if dtype == torch.float64:
         return centre(x, dtype), None
     x = to_compute(x.flatten(2).contiguous(), dtype)
-    scale = power_of_two(x)
-    return _centre(x, (1 / (scale * math.sqrt(x.shape[-1]))).unsqueeze(-1)), scale
+    x = x - x[..., :1]
+    scale = power_of_two(x)  # without the size of a constant channel, beside which the others may be small
+    return _less_mean(x, (1 / (scale * math.sqrt(x.shape[-1]))).unsqueeze(-1)), scale
 
 
-def power_of_two(x: Tensor) -> Tensor:
-    """The power of two (B, 1) that tensors (B, C, N) are divided by in float32, so that their largest entry is about 1."""
-    if x.is_cuda:
+def power_of_two(x: Tensor, *, spread: bool = False) -> Tensor:
+    """The power of two (B, 1) that tensors (B, C, N) are divided by in float32, so that their largest entry is about 1.
+
+    With ``spread`` that is so for the largest difference of two entries of a row.
+    """
+    if x.is_cuda or spread:
         low, high = (each.float() for each in x.aminmax(dim=-1))
-        largest = torch.maximum(high, -low).amax(1, keepdim=True)
+        largest = (high - low if spread else torch.maximum(high, -low)).amax(1, keepdim=True)
     else:
         largest = torch.maximum(x.amax((1, 2)), -x.amin((1, 2))).unsqueeze(-1)
     return largest.log2().floor().clamp(-120, 120).exp2()

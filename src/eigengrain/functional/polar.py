@@ -351,7 +351,7 @@ def _gradient(grad: Tensor, dtype: torch.dtype, w: Tensor, *saved: Tensor) -> Te
 def _centred(x: Tensor) -> tuple[Tensor, Tensor]:
     """See ``covariance.centre_in_range``."""
     if kernels := kernels_on(x):
-        scale = power_of_two(x.flatten(2))
+        scale = power_of_two(x.flatten(2), spread=True)
         return kernels.centre(x, torch.float32, scale=True, factor=1 / scale).contiguous(), scale
     xc, unit = centre_in_range(x, torch.float32)
     assert unit is not None

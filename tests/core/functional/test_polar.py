@@ -188,6 +188,21 @@ def test_dead_channels_beside_large_ones():
     check(1e30 * x, 1e-5, 1e-3, seb=True)
 
 
+@pytest.mark.parametrize("constant", [1e20, 1e37])
+def test_channels_beside_a_large_constant_channel(constant):
+    """The range of float32 is that of the differences of features."""
+    x, g = features(6, 40, log_spectrum(6, 1e4), seed=5, batch=2).float(), torch.randn(2, 6, 6, generator=generator(5))
+    for solver in ("products", "eigh"):
+        results = []
+        for channel in (0.0, constant):
+            y = x.clone()
+            y[:, 1] = channel
+            y.requires_grad_()
+            q = sqrt_covariance(y, solver=solver, dtype="float32")
+            results.append((q, torch.autograd.grad(q, y, g)[0]))
+        assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
 @pytest.mark.parametrize("large, small", [(1e3, 1e-3), (1e2, 1e-4), (10, 1e-5)])
 def test_the_slope_of_the_branch_is_at_most_1(large, small):
     """One large eigenvalue and a small s, in which rounding enlarges the slope by up to half."""

@@ -234,22 +234,25 @@ def _centre_kernel(  # type: ignore[no-untyped-def]
     times = tl.full((1, 1), 1.0, DTYPE)
     if factor is not None:
         times *= tl.load(factor + item).to(DTYPE)
+    # a factor below 1 comes first and another one last: no difference or sum overflows
+    first_times, last_times = tl.where(times < 1, times, 1.0), tl.where(times < 1, 1.0, times)
     x, out = x + item * c * n, out + item * c * n
-    first = tl.load(x + i * ROW, i < c, 0.0).to(DTYPE) * times
+    first = tl.load(x + i * ROW, i < c, 0.0).to(DTYPE) * first_times
     total = tl.zeros((ROWS, COLUMNS), dtype=DTYPE)
     for start in range(0, n, COLUMNS):
         j = (start + tl.arange(0, COLUMNS))[None, :]
         inside = (i < c) & (j < n)
-        total += tl.where(inside, tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * times - first, 0.0)
+        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * first_times
+        total += tl.where(inside, value - first, 0.0)
     size = tl.zeros((ROWS, 1), dtype=DTYPE) + n
     mean = tl.sum(total, 1)[:, None] / size
     for start in range(0, n, COLUMNS):
         j = (start + tl.arange(0, COLUMNS))[None, :]
         inside = (i < c) & (j < n)
-        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * times - first - mean
+        value = tl.load(x + i * ROW + j * COLUMN, inside, 0.0).to(DTYPE) * first_times - first - mean
         if SCALE:
             value /= tl.sqrt(size)
-        tl.store(out + i * ROW + j * COLUMN, value, inside)
+        tl.store(out + i * ROW + j * COLUMN, value * last_times, inside)
 
 
 class _Job(NamedTuple):
