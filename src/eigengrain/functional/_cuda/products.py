@@ -363,6 +363,7 @@ def product(a: Tensor, b: Tensor, *, transposed: bool = False, mirror: int = 0, 
 
 def with_product(base: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
     """base + factor · AB for symmetric B, where the result is symmetric."""
+    base, a, b = base.contiguous(), a.contiguous(), b.contiguous()
     out = torch.empty_like(base)
     steps = _Steps(None, _table(((0.0, 1.0, factor),), base.device))
     steps.run(_Job(a, b, out, 1, base), transposed=base.dtype == torch.float32)
