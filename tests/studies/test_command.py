@@ -271,17 +271,27 @@ def test_a_page_refers_to_files_that_exist(no_pictures, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("name", "folder", "options"),
+    ("table", "records", "options"),
     [
-        ("gcp-methods", "records", ["--protocol", "both"]),
-        ("calibration", "quick", ["--scale", "quick", "--seeds", "0"]),
-        ("transformers", "transformers", ["--scale", "quick", "--seeds", "0,1", "--search_epochs", "3"]),
+        ("birds/studies/gcp-methods.csv", "birds/records", "--datasets cub --protocol both"),
+        ("birds/studies/calibration.csv", "quick", "--datasets cub --scale quick --seeds 0"),
+        (
+            "birds/studies/transformers.csv",
+            "birds/transformers",
+            "--datasets cub --scale quick --seeds 0,1 --search_epochs 3",
+        ),
+        (
+            "branch.csv",
+            "quick",
+            "--datasets cub,cars --scale quick --seeds 0,1,2 --heads gap,isqrt,mpncov,mpncov+seb,hcov,hcov+seb",
+        ),
     ],
 )
-def test_committed_tables_are_those_of_the_records(no_pictures, tmp_path, name, folder, options):
-    options = [*options, "--datasets", "cub", "--records", str(BIRDS.parent / folder), "--out", str(tmp_path)]
-    assert main([name, "--only_report", *options]) == 0
-    assert (tmp_path / f"{name}.csv").read_bytes() == (BIRDS.parent / "studies" / f"{name}.csv").read_bytes()
+def test_committed_tables_are_those_of_the_records(no_pictures, tmp_path, table, records, options):
+    benchmarks, name = BIRDS.parents[1], Path(table).name
+    command = [Path(table).stem, "--only_report", *options.split(), "--records", str(benchmarks / records)]
+    assert main([*command, "--out", str(tmp_path)]) == 0
+    assert (tmp_path / name).read_bytes() == (benchmarks / table).read_bytes()
 
 
 def test_a_page_names_the_machines_of_its_runs_and_no_others(everything, no_pictures, tmp_path):
