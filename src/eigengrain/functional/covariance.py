@@ -47,7 +47,7 @@ def power_of_two(x: Tensor, *, spread: bool = False) -> Tensor:
 
     With ``spread`` that is so for the largest difference of two entries of a row.
     """
-    if x.is_cuda or spread:
+    if x.is_cuda or spread:  # one pass instead of two; on a CPU aminmax is slower than both
         low, high = (each.float() for each in x.aminmax(dim=-1))
         largest = (high - low if spread else torch.maximum(high, -low)).amax(1, keepdim=True)
     else:

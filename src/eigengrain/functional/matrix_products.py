@@ -85,9 +85,8 @@ def symmetric(matrix: Tensor) -> Tensor:
 
 def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
     """AB (B, d, d) for symmetric B, made symmetric, which it is up to rounding."""
-    if kernels := kernels_on(a):
-        return kernels.product(a, b, transposed=a.dtype == torch.float32, mirror=1)  # float32 products are faster so
-    return symmetric(torch.bmm(a, b))
+    kernels = kernels_on(a)
+    return symmetric(torch.bmm(a, b)) if kernels is None else kernels.symmetric_product(a, b)
 
 
 def trace(p: Tensor) -> Tensor:
@@ -114,10 +113,6 @@ def frobenius(p: Tensor) -> Tensor:
 
 
 def plus_identity(matrix: Tensor, multiple: float) -> Tensor:
-    if kernels_on(matrix):  # two launches instead of four
-        out = matrix.clone()
-        out.diagonal(dim1=-2, dim2=-1).add_(multiple)
-        return out
     return matrix + multiple * torch.eye(matrix.shape[-1], dtype=matrix.dtype, device=matrix.device)
 
 

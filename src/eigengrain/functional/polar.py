@@ -105,7 +105,7 @@ def _times_transposed(a: Tensor, b: Tensor) -> Tensor:
 def _product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """AB for samples in ``todo`` (B,), int32, and B for the others."""
     if kernels := kernels_on(a):
-        return kernels.product_where(todo, a, b)
+        return kernels.product(a, b, todo=todo, keep=b)
     return torch.where((todo > 0)[:, None, None], torch.bmm(a, b), b)
 
 

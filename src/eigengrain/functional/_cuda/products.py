@@ -32,6 +32,13 @@ _EVERY = -1000
 
 
 @triton.jit
+def _tile(row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Rows and columns of a tile, the offsets of its entries, and which of them are inside of the matrix."""
+    i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+    return i, j, i[:, None] * COLUMNS + j[None, :], (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
+
+
+@triton.jit
 def _products(  # type: ignore[no-untyped-def]
     a, b, c, d, i, j, SIGN: tl.constexpr, ROWS: tl.constexpr, INNER: tl.constexpr, COLUMNS: tl.constexpr,
     TRANSPOSED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
@@ -64,8 +71,7 @@ def _job(  # type: ignore[no-untyped-def]
     COLUMNS: tl.constexpr, TRANSPOSED: tl.constexpr, TILE: tl.constexpr, DEPTH: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One tile of a :class:`_Job`."""
-    i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-    at, inside = i[:, None] * COLUMNS + j[None, :], (i < ROWS)[:, None] & (j < COLUMNS)[None, :]
+    i, j, at, inside = _tile(row, column, ROWS, COLUMNS, TILE)
     if active:
         if (MIRROR == 0) | (row <= column):
             total = _products(a, b, c, d, i, j, SIGN, ROWS, INNER, COLUMNS, TRANSPOSED, TILE, DEPTH, PRECISION)
@@ -137,24 +143,22 @@ def _square_kernel(  # type: ignore[no-untyped-def]
     number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
     row, column = number // ACROSS, number % ACROSS
     if (turn < tl.load(times + item)) & (row <= column):
-        at = item.to(tl.int64) * n * n
-        i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-        inside = (i < n)[:, None] & (j < n)[None, :]
-        total = _products(source + at, source + at, source, source, i, j, 0, n, n, n, TRANSPOSED, TILE, DEPTH, PRECISION)
-        total += 2 * tl.load(source + at + i[:, None] * n + j[None, :], inside, 0.0)
-        tl.store(target + at + i[:, None] * n + j[None, :], total, inside)
+        source, target = source + item.to(tl.int64) * n * n, target + item.to(tl.int64) * n * n
+        i, j, at, inside = _tile(row, column, n, n, TILE)
+        total = _products(source, source, source, source, i, j, 0, n, n, n, TRANSPOSED, TILE, DEPTH, PRECISION)
+        total += 2 * tl.load(source + at, inside, 0.0)
+        tl.store(target + at, total, inside)
         if row < column:
-            tl.store(target + at + j[:, None] * n + i[None, :], tl.trans(total), tl.trans(inside))
+            tl.store(target + j[:, None] * n + i[None, :], tl.trans(total), tl.trans(inside))
 
 
 @triton.jit
 def _symmetric_tile(x, row, column, n: tl.constexpr, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A tile of (X + Xᵀ)/2 in float64, its offsets, and which of them are inside."""
-    i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
-    inside = (i < n)[:, None] & (j < n)[None, :]
-    own = tl.load(x + i[:, None] * n + j[None, :], inside, 0.0).to(tl.float64)
+    """A tile of (X + Xᵀ)/2 in float64, and its place, see :func:`_tile`."""
+    i, j, at, inside = _tile(row, column, n, n, TILE)
+    own = tl.load(x + at, inside, 0.0).to(tl.float64)
     other = tl.load(x + j[:, None] * n + i[None, :], tl.trans(inside), 0.0).to(tl.float64)
-    return 0.5 * (own + tl.trans(other)), i[:, None] * n + j[None, :], inside
+    return 0.5 * (own + tl.trans(other)), i, j, at, inside
 
 
 @triton.jit
@@ -165,8 +169,7 @@ def _symmetrise_kernel(y, z, ACROSS: tl.constexpr, n: tl.constexpr, TILE: tl.con
     if row <= column:
         for which in tl.static_range(2):
             matrix = y + at if which == 0 else z + at
-            mean, to, inside = _symmetric_tile(matrix, row, column, n, TILE)
-            i, j = row * TILE + tl.arange(0, TILE), column * TILE + tl.arange(0, TILE)
+            mean, i, j, to, inside = _symmetric_tile(matrix, row, column, n, TILE)
             tl.store(matrix + to, mean, inside)
             tl.store(matrix + j[:, None] * n + i[None, :], tl.trans(mean), tl.trans(inside))
 
@@ -178,7 +181,7 @@ def _start_kernel(  # type: ignore[no-untyped-def]
     """G = (grad + gradᵀ)/2 in float64, B = w_1 Y + w_2 Z, and the sum of the entries of G ∘ Y in each tile."""
     number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
     at = item.to(tl.int64) * n * n
-    mean, to, inside = _symmetric_tile(grad + at, number // ACROSS, number % ACROSS, n, TILE)
+    mean, _, _, to, inside = _symmetric_tile(grad + at, number // ACROSS, number % ACROSS, n, TILE)
     weights += 4 * tl.where(tl.load(far + item) != 0, 0, 1)
     own = tl.load(y + at + to, inside, 0.0)
     tl.store(g + at + to, mean, inside)
@@ -192,8 +195,8 @@ def _residual_kernel(m, m2, todo, partial, ACROSS: tl.constexpr, n: tl.constexpr
     """The sum of the entries of (M − M²) ∘ (I − M) in each tile."""
     number, item = tl.program_id(0) % (ACROSS * ACROSS), tl.program_id(0) // (ACROSS * ACROSS)
     if tl.load(todo + item) > 0:
-        i, j = number // ACROSS * TILE + tl.arange(0, TILE), number % ACROSS * TILE + tl.arange(0, TILE)
-        at, inside = item.to(tl.int64) * n * n + i[:, None] * n + j[None, :], (i < n)[:, None] & (j < n)[None, :]
+        i, j, at, inside = _tile(number // ACROSS, number % ACROSS, n, n, TILE)
+        at += item.to(tl.int64) * n * n
         own = tl.load(m + at, inside, 0.0)
         left = (own - tl.load(m2 + at, inside, 0.0)) * (tl.where(i[:, None] == j[None, :], 1.0, 0.0) - own)
         tl.store(partial + item * ACROSS * ACROSS + number, tl.sum(tl.sum(left, 1), 0))
@@ -210,8 +213,8 @@ def _last_step_kernel(  # type: ignore[no-untyped-def]
         part = tl.arange(0, PARTS)
         residual = tl.sum(tl.load(partial + item * ACROSS * ACROSS + part, part < ACROSS * ACROSS, 0.0), 0)
         row = table + tl.where(residual > limit, 0, 4)
-        i, j = number // ACROSS * TILE + tl.arange(0, TILE), number % ACROSS * TILE + tl.arange(0, TILE)
-        at, inside = item.to(tl.int64) * n * n + i[:, None] * n + j[None, :], (i < n)[:, None] & (j < n)[None, :]
+        i, j, at, inside = _tile(number // ACROSS, number % ACROSS, n, n, TILE)
+        at += item.to(tl.int64) * n * n
         own, square = tl.load(m + at, inside, 0.0), tl.load(m2 + at, inside, 0.0)
         total = tl.load(row + 1).to(own.dtype) * own + tl.load(row + 2).to(own.dtype) * square
         total += tl.where(i[:, None] == j[None, :], tl.load(row).to(own.dtype), 0.0)
@@ -304,7 +307,7 @@ class _Steps:
         options |= {"SIGN2": last.sign, "MIRROR2": last.mirror, "IDENTITY2": last.identity}
         batch, m, n = first.out.shape
         constants = _shape(first.a, m, n, transposed)
-        tiles = -(-m // constants["TILE"]) * -(-n // constants["TILE"])
+        tiles = triton.cdiv(m, constants["TILE"]) * triton.cdiv(n, constants["TILE"])
         with torch.cuda.device(first.a.device):  # Triton launches on the current device
             # the first job of all matrices starts before the second: the longer tiles come first
             _step_kernel[(tiles * batch, len(jobs))](
@@ -313,12 +316,10 @@ class _Steps:
             )  # fmt: skip
 
 
-#: side and depth of a tile and its warps, by dtype and by whether large tiles fill the device; measured on one H200
+#: side and depth of a tile and its warps, by dtype: small tiles, and large ones for results that fill the device with them
 _TILES = {
-    (torch.float64, True): (64, 16, 4),
-    (torch.float64, False): (32, 16, 2),
-    (torch.float32, True): (64, 32, 4),
-    (torch.float32, False): (64, 32, 4),
+    torch.float64: ((32, 16, 2), (64, 16, 4)),
+    torch.float32: ((64, 32, 4), (64, 32, 4)),
 }
 #: whether Triton makes float32 products from products in BF16, as it does since 3.6
 _HAS_BF16X6 = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 6)
@@ -328,7 +329,7 @@ _LARGE = 24 * 256 * 256
 
 def _shape(a: Tensor, m: int, n: int, transposed: bool) -> dict[str, Any]:
     """The constants of a launch for results (m, n)."""
-    tile, depth, warps = _TILES[a.dtype, len(a) * m * n >= _LARGE]
+    tile, depth, warps = _TILES[a.dtype][len(a) * m * n >= _LARGE]
     precision = _precision(a.device, transposed) if a.dtype == torch.float32 else "ieee"
     tiles = {"TRANSPOSED": transposed, "TILE": tile, "DEPTH": depth}
     return {**tiles, "PRECISION": precision, "num_warps": warps, "num_stages": 3}
@@ -338,8 +339,8 @@ def _shape(a: Tensor, m: int, n: int, transposed: bool) -> dict[str, Any]:
 def _precision(device: torch.device, transposed: bool) -> str:
     """How float32 products are made: of several less exact ones where tensor cores are more than three times as fast.
 
-    On an H200, 32 products of 256² take 19 µs with three TF32 products if the right operand is transposed in memory, and 34
-    if not: tensor cores read it along the inner dimension alone. Six BF16 products, which can be read across, take 22 µs.
+    Three TF32 products are fastest if the right operand is transposed in memory: tensor cores read it along the inner
+    dimension alone. Another one would first be transposed, and six BF16 products, which can be read across, are faster.
     """
     if torch.cuda.get_device_capability(device) not in ((8, 0), (9, 0), (10, 0), (10, 3)):
         return "ieee"
@@ -353,12 +354,38 @@ def _table(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:
         return torch.tensor([[*row, CONVERGED] for row in rows], dtype=torch.float64, device=device)
 
 
-def product(a: Tensor, b: Tensor, *, transposed: bool = False, mirror: int = 0, todo: Tensor | None = None) -> Tensor:
-    """AB, or ABᵀ, for samples in ``todo`` (B,), int32, or all; with ``mirror`` 1 the lower triangle is that above it."""
+#: of products that are not added to anything
+_NO_COEFFICIENTS = ((0.0, 0.0, 0.0),)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    *,
+    transposed: bool = False,
+    mirror: int = 0,
+    todo: Tensor | None = None,
+    keep: Tensor | None = None,
+) -> Tensor:
+    """AB, or ABᵀ; with ``mirror`` 1 the lower triangle is that above it.
+
+    With ``todo`` (B,), int32, only for its samples; others get ``keep``, or are not written.
+    """
     a, b = a.contiguous(), b.contiguous()
     out = a.new_empty(len(a), a.shape[-2], b.shape[-2 if transposed else -1])
-    _Steps(todo, _table(((0.0, 0.0, 0.0),), a.device)).run(_Job(a, b, out, mirror), above=0, transposed=transposed)
+    steps = _Steps(todo, _table(_NO_COEFFICIENTS, a.device))
+    steps.run(_Job(a, b, out, mirror, keep=keep), above=0, transposed=transposed)
     return out
+
+
+def _reads_transposed(symmetric: Tensor) -> bool:
+    """Whether a symmetric right operand is read transposed, as the tensor cores of TF32 do faster."""
+    return symmetric.dtype == torch.float32
+
+
+def symmetric_product(a: Tensor, b: Tensor) -> Tensor:
+    """AB for symmetric B, where the result is symmetric."""
+    return product(a, b, transposed=_reads_transposed(b), mirror=1)
 
 
 def with_product(base: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
@@ -366,14 +393,7 @@ def with_product(base: Tensor, a: Tensor, b: Tensor, factor: float) -> Tensor:
     base, a, b = base.contiguous(), a.contiguous(), b.contiguous()
     out = torch.empty_like(base)
     steps = _Steps(None, _table(((0.0, 1.0, factor),), base.device))
-    steps.run(_Job(a, b, out, 1, base), transposed=base.dtype == torch.float32)
-    return out
-
-
-def product_where(todo: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """AB for samples in ``todo`` (B,), int32, and B for others, A (B, d, d)."""
-    out = torch.empty_like(b)
-    _Steps(todo, _table(((0.0, 0.0, 0.0),), a.device)).run(_Job(a, b, out, keep=b), above=0)
+    steps.run(_Job(a, b, out, 1, base), transposed=_reads_transposed(b))
     return out
 
 
@@ -394,7 +414,7 @@ def coupled_iteration(a: Tensor, coefficients: Coefficients, common: int) -> tup
         steps.run(_Job(m, m, h, 0, m, True), **where)
         steps.run(_Job(y, h, next_y), _Job(h, z, next_z), **where)
         y, z, next_y, next_z = next_y, next_z, y, z
-    across = -(-a.shape[-1] // _BLOCK)
+    across = triton.cdiv(a.shape[-1], _BLOCK)
     with torch.cuda.device(a.device):
         _symmetrise_kernel[(across * across * len(a),)](y, z, ACROSS=across, n=a.shape[-1], TILE=_BLOCK)
     return y, z, far
@@ -435,7 +455,7 @@ def lyapunov(
     assert late % 2 == 0  # the others find their input where it was
     g, b, c, between = (torch.empty_like(y) for _ in range(4))
     n = y.shape[-1]
-    across = -(-n // _BLOCK)
+    across = triton.cdiv(n, _BLOCK)
     dots = torch.empty(len(y), across * across, dtype=y.dtype, device=y.device)
     weights = _table(tuple((0.0, *pair) for pair in newton), y.device)
     with torch.cuda.device(y.device):
@@ -486,7 +506,7 @@ def run_of_steps(m: Tensor, rows: Coefficients, todo: Tensor | None, leave: bool
 def last_step(m: Tensor, todo: Tensor, onward: Coefficients, limit: float) -> tuple[Tensor, Tensor]:
     """See ``polar.last_step``; the results of samples that are not in ``todo`` (B,), int32, are not written."""
     n = m.shape[-1]
-    across = -(-n // _BLOCK)
+    across = triton.cdiv(n, _BLOCK)
     m2 = product(m, m, transposed=True, todo=todo)
     partial = m.new_empty(len(m), across * across)
     out, further, table = torch.empty_like(m), torch.empty_like(todo), _table(onward, m.device)
@@ -502,8 +522,8 @@ def last_step(m: Tensor, todo: Tensor, onward: Coefficients, limit: float) -> tu
 def square_repeatedly(e: Tensor, times: Tensor, most: int) -> Tensor:
     """E ← 2E + E² for symmetric E, repeated ``times`` (B,), int32, for each matrix, from 0 to ``most``."""
     n = e.shape[-1]
-    constants = _shape(e, n, n, e.dtype == torch.float32)
-    across = -(-n // constants["TILE"])
+    constants = _shape(e, n, n, _reads_transposed(e))
+    across = triton.cdiv(n, constants["TILE"])
     source, target = e, torch.empty_like(e)
     with torch.cuda.device(e.device):
         for turn in range(most):
@@ -528,7 +548,7 @@ def centre(x: Tensor, dtype: torch.dtype, *, scale: bool, factor: Tensor | None 
     constants = {"ROW": x.stride(1), "COLUMN": x.stride(2), "c": c, "n": n, "SCALE": scale, "ROWS": 16, "COLUMNS": 64}
     constants["DOUBLE"] = torch.float64 in (x.dtype, dtype)
     with torch.cuda.device(x.device):
-        _centre_kernel[(-(-c // 16) * batch,)](x, None if factor is None else factor.contiguous(), out, **constants)
+        _centre_kernel[(triton.cdiv(c, 16) * batch,)](x, None if factor is None else factor.contiguous(), out, **constants)
     return out
 
 
